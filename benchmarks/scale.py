@@ -26,12 +26,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from unishard.checkpoint import tensor_reader, writing
 from unishard.checkpoint.plan_cache import PlanCache
-from unishard.checkpoint.planning import Planning, Result
+from unishard.checkpoint.planning import Planning, RankResult
 from unishard.distributed.agreement import agree
 from unishard.distributed.lazy_shards import LazyShard
 from unishard.failures import digest_exchange
+from unishard.failures.deadlocks import Diagnosis
 from unishard.failures.monitor_server import MonitorServer, _Link
-from unishard.failures.verdict import Judgement
 
 HIDDEN, INNER, KEYS, LAYERS, WORDS = 8192, 28672, 1024, 80, 128256
 LAYER = {
@@ -106,16 +106,16 @@ class Counted:
 
 def watch(world: int) -> Row:
     """What the monitor on rank 0 spends and sends: when the ranks arrive, and when all of them stand still."""
-    judged: list[int] = []
+    examined: list[int] = []
 
-    def judge(statuses: Any) -> Judgement:
-        judged.append(len(statuses))
-        return Judgement()
+    def detect(statuses: Any) -> Diagnosis:
+        examined.append(len(statuses))
+        return Diagnosis()
 
-    server, links = MonitorServer(world, "token", judge, lambda rank: False), [_Link(Counted()) for _ in range(world)]  # type: ignore[arg-type]
+    server, links = MonitorServer(world, "token", detect, lambda rank: False), [_Link(Counted()) for _ in range(world)]  # type: ignore[arg-type]
     for rank, link in enumerate(links):
         server._handle(link, {"token": "token", "rank": rank})
-    said = {"kind": "collect", "key": "arrived", "value": "", "what": "", "seconds": None, "patience": None}
+    said = {"kind": "collect", "key": "arrived", "value": "", "purpose": "", "seconds": None, "patience": None}
     before = sum(link.socket.bytes for link in links)  # type: ignore[attr-defined]
     collected, _ = cpu(lambda: [server._handle(link, said) for link in links])
     sent = sum(link.socket.bytes for link in links) - before  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ def watch(world: int) -> Row:
         "arrive: server, s": collected,
         "arrive: bytes of the monitor": sent,
         "late rank: server, s": still,
-        "late rank: judgements": len(judged),
+        "late rank: judgements": len(examined),
         "desync: messages a rank": sum(map(len, digest_exchange._rounds(world))),
     }
 
@@ -177,7 +177,7 @@ def local_results(world: int, names: list[str], planned: Planning) -> list[bytes
         lengths = [np.full(count[rank], each) for count in records]
         tensors = [len(plan.numbers[rank]) for plan in planned.assignments]
         sums = [[np.zeros(count, kind) for count in tensors] for kind in (np.uint64, np.float64)]
-        results.append(pickle.dumps([Result(f"__{rank}_0.distcp", sum(lengths[0]), 0, lengths, *sums)]))
+        results.append(pickle.dumps([RankResult(f"__{rank}_0.distcp", sum(lengths[0]), 0, lengths, *sums)]))
     return results
 
 

@@ -24,16 +24,16 @@ def write(path: Path) -> None:
     Raises:
         AssertionError: Some pairs exceed the bounds; the page is written nevertheless.
     """
-    found: dict[Pair, Resumption] = {}
+    results: dict[Pair, Resumption] = {}
     for precision in _PRECISIONS:
         pairs = every_pair(precision)
         for kind in dict.fromkeys((pair.saved.backend, pair.saved.strategy) for pair in pairs):
-            found |= measure([pair for pair in pairs if (pair.saved.backend, pair.saved.strategy) == kind])
-            sys.stderr.write(f"{precision}, saved by {' '.join(kind)}: {len(found)} pairs\n")
-    path.write_text(page(found), encoding="utf-8")
-    wrong = [f"{pair}: {resumption}" for pair, resumption in found.items() if not holds(pair, resumption)]
+            results |= measure([pair for pair in pairs if (pair.saved.backend, pair.saved.strategy) == kind])
+            sys.stderr.write(f"{precision}, saved by {' '.join(kind)}: {len(results)} pairs\n")
+    path.write_text(page(results), encoding="utf-8")
+    wrong = [f"{pair}: {resumption}" for pair, resumption in results.items() if not holds(pair, resumption)]
     if wrong:
-        raise AssertionError(f"{len(wrong)} of {len(found)}:\n" + "\n".join(wrong))
+        raise AssertionError(f"{len(wrong)} of {len(results)}:\n" + "\n".join(wrong))
 
 
 def every_pair(precision: str) -> list[Pair]:
@@ -45,31 +45,31 @@ def every_pair(precision: str) -> list[Pair]:
     return [Pair(*pair) for pair in product(runs, runs)]
 
 
-def page(found: Mapping[Pair, Resumption]) -> str:
+def page(results: Mapping[Pair, Resumption]) -> str:
     """The page in Markdown."""
     blocks = [
-        _introduction(found),
-        *(block for precision in _PRECISIONS for block in _table(precision, found)),
-        *_beyond(found),
+        _introduction(results),
+        *(block for precision in _PRECISIONS for block in _table(precision, results)),
+        *_beyond(results),
     ]
     return "\n".join(blocks).rstrip() + "\n"
 
 
-def _introduction(found: Mapping[Pair, Resumption]) -> str:
-    same = [each for pair, each in found.items() if pair.saved == pair.resumed]
+def _introduction(results: Mapping[Pair, Resumption]) -> str:
+    same = [resumption for pair, resumption in results.items() if pair.saved == pair.resumed]
     torch, deepspeed = (version(package).partition("+")[0] for package in ("torch", "deepspeed"))
     return f"""# Resuming
 
 Each pair is a run that is saved after {BEFORE} updates, and another run that resumes it. It is compared with the first run, not
-interrupted, over the {AFTER} updates that follow. There are {len(found)} pairs: every strategy on every engine at
+interrupted, over the {AFTER} updates that follow. There are {len(results)} pairs: every strategy on every engine at
 {", ".join(map(str, WORLDS))} ranks, resumed by every other. Written by `make matrix`: torch {torch},
 DeepSpeed {deepspeed}, CPU, gloo. The model is a tiny Llama with tied embeddings in two
 parameter groups, trained with AdamW, warm-up, a cosine schedule, clipping that acts, and a global batch of 8 samples at any number of
 ranks. The checkpoint is in the middle of an epoch, and the resumed model starts from other parameters.
 
-- The same engine, strategy and number of ranks: {sum(each.same_bits for each in same)} of {len(same)} pairs have bit-equal losses and
+- The same engine, strategy and number of ranks: {sum(resumption.same_bits for resumption in same)} of {len(same)} pairs have bit-equal losses and
   bit-equal final parameters.
-- The loaded state, saved again immediately: {sum(each.same_state for each in found.values())} of {len(found)} pairs have the same hash for
+- The loaded state, saved again immediately: {sum(resumption.same_state for resumption in results.values())} of {len(results)} pairs have the same hash for
   every tensor of the model and of the optimizer. `load(verify="bits")` compared them before.
 - The tables show the largest relative deviation of the first three losses / of all {AFTER} losses, over all pairs of numbers of ranks.
   The engines sum the same gradients in another order, a difference of 1e-7. In bf16 this sometimes rounds a weight to the neighboring
@@ -77,7 +77,7 @@ ranks. The checkpoint is in the middle of an epoch, and the resumed model starts
 """
 
 
-def _table(precision: str, found: Mapping[Pair, Resumption]) -> Iterator[str]:
+def _table(precision: str, results: Mapping[Pair, Resumption]) -> Iterator[str]:
     kinds = list(product(BACKENDS, STRATEGIES))
     yield f"## {precision}\n"
     yield "| saved by, resumed by | " + " | ".join(f"{backend} {strategy}" for backend, strategy in kinds) + " |"
@@ -86,12 +86,12 @@ def _table(precision: str, found: Mapping[Pair, Resumption]) -> Iterator[str]:
         cells = []
         for resumed in kinds:
             inside = [
-                each
-                for pair, each in found.items()
+                resumption
+                for pair, resumption in results.items()
                 if _is(pair.saved, saved, precision) and _is(pair.resumed, resumed, precision)
             ]
             cells.append(
-                f"{max(each.first_losses for each in inside):.0e} / {max(each.losses for each in inside):.0e}"
+                f"{max(resumption.first_losses for resumption in inside):.0e} / {max(resumption.losses for resumption in inside):.0e}"
                 if inside
                 else ""
             )
@@ -103,19 +103,22 @@ def _is(run: ResumedRun, kind: tuple[str, str], precision: str) -> bool:
     return (run.backend, run.strategy, run.precision) == (*kind, precision)
 
 
-def _beyond(found: Mapping[Pair, Resumption]) -> Iterator[str]:
+def _beyond(results: Mapping[Pair, Resumption]) -> Iterator[str]:
     yield "## Beyond the bounds\n"
     bounds = "; ".join(
-        f"{each}: {TOLERANCES[each].first_losses:.0e} and {TOLERANCES[each].losses:.0e}" for each in _PRECISIONS
+        f"{precision}: {TOLERANCES[precision].first_losses:.0e} and {TOLERANCES[precision].losses:.0e}"
+        for precision in _PRECISIONS
     )
-    beyond = [(pair, each) for pair, each in found.items() if not holds(pair, each)]
+    beyond = [(pair, resumption) for pair, resumption in results.items() if not holds(pair, resumption)]
     yield (
-        f"The bounds for the first three losses and for all of them: {bounds}. {len(beyond)} of {len(found)} pairs "
+        f"The bounds for the first three losses and for all of them: {bounds}. {len(beyond)} of {len(results)} pairs "
         "are beyond them.\n"
     )
     if beyond:
         yield "| pair | first three losses | all losses |\n|---|---|---|"
-        yield from (f"| {pair} | {each.first_losses:.1e} | {each.losses:.1e} |" for pair, each in beyond)
+        yield from (
+            f"| {pair} | {resumption.first_losses:.1e} | {resumption.losses:.1e} |" for pair, resumption in beyond
+        )
 
 
 def main(arguments: Sequence[str]) -> None:

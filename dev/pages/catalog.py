@@ -42,5 +42,7 @@ def left_over(root: Path) -> list[str]:
 
 def _own() -> list[Backend]:
     """The backends that ship with unishard."""
-    own = [name for name, point in registry.available().items() if point.dist is None or point.dist.name == "unishard"]
-    return [registry.get(name) for name in sorted(own, reverse=True)]
+    shipped = [
+        name for name, point in registry.available().items() if point.dist is None or point.dist.name == "unishard"
+    ]
+    return [registry.get(name) for name in sorted(shipped, reverse=True)]

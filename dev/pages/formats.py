@@ -65,16 +65,16 @@ class _Tool(NamedTuple):
 
 
 def _tools() -> list[_Tool]:
-    own = [
-        _Tool(each.name, each.tool, f"As read by {each.tool}. {_HANDED_ON}", each.keys, each.rules)
-        for each in formats()
+    tools = [
+        _Tool(format_.name, format_.tool, f"As read by {format_.tool}. {_HANDED_ON}", format_.keys, format_.rules)
+        for format_ in formats()
     ]
     engines = [
-        _Tool(name, f"Arguments of {name}", _WRAPPED, each.keys, each.rules)
+        _Tool(name, f"Arguments of {name}", _WRAPPED, arguments.keys, arguments.rules)
         for name in registry.available(registry.ARGUMENTS)
-        for each in (registry.arguments(name),)
+        for arguments in (registry.arguments(name),)
     ]
-    return own + engines
+    return tools + engines
 
 
 def _list(tools: Iterable[_Tool]) -> str:

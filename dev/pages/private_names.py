@@ -40,7 +40,7 @@ def _names(names: Sequence[str]) -> Iterator[str]:
     by_module: dict[str, list[str]] = {}
     for name in names:
         module = name.partition(":")[0]
-        shown = " or ".join(f"`{each.partition(':')[2]}`" for each in name.split(" or "))
+        shown = " or ".join(f"`{alternative.partition(':')[2]}`" for alternative in name.split(" or "))
         by_module.setdefault(module, []).append(shown)
     for module, shown_names in by_module.items():
         yield f"{module}: {', '.join(shown_names)}"

@@ -78,9 +78,9 @@ def largest(rows: Iterable[ParityRow]) -> list[tuple[str, ...]]:
     lines = []
     for backend in BACKENDS:
         for precision, bound in TOLERANCES.items():
-            held = [row.figures for row in measured if row.engine == backend and _tolerance(row) is bound]
-            if held:
-                lines.append((backend, precision, *_figures(map(max, zip(*held, strict=True)), 1)))
+            figures = [row.figures for row in measured if row.engine == backend and _tolerance(row) is bound]
+            if figures:
+                lines.append((backend, precision, *_figures(map(max, zip(*figures, strict=True)), 1)))
     return lines
 
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from unishard.checkpoint import index_classes, index_file, metadata, planning, writing
 from unishard.checkpoint.assignment import Assignment
 from unishard.checkpoint.box_tables import box_table
-from unishard.checkpoint.holdings import held_of, packed
+from unishard.checkpoint.holdings import intervals_of, packed
 from unishard.checkpoint.intervals import boxes
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.tensor_reader import Tensors
@@ -52,7 +52,7 @@ def test_boxes_of_many_intervals_are_those_of_each(shape: tuple[int, ...]) -> No
 
 
 def plan_of(*ranks: Mapping[str, LazyShard], chunk: int = 1 << 24) -> Assignment:
-    return Assignment([packed(held_of(rank)) for rank in ranks], chunk)
+    return Assignment([packed(intervals_of(rank)) for rank in ranks], chunk)
 
 
 def test_every_element_is_written_once_and_copies_are_divided() -> None:

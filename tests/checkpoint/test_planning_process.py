@@ -16,23 +16,24 @@ import pytest
 import torch
 
 from unishard.checkpoint import plan_cache, planning_process
-from unishard.checkpoint.holdings import held_of, packed
+from unishard.checkpoint.holdings import intervals_of, packed
 from unishard.checkpoint.plan_cache import PlanCache
-from unishard.checkpoint.planning import Packed, Planning, Result
+from unishard.checkpoint.planning import Packed, Planning, RankResult
 from unishard.checkpoint.planning_process import PlanningProcess
 from unishard.distributed.lazy_shards import LazyShard
 
 
 def rank(begin: int, end: int) -> tuple[Packed, Packed]:
     held = {"model.a": LazyShard(torch.Size((10,)), torch.float32, begin, end, lambda first, last: torch.empty(0))}
-    return packed(held_of(held)), packed(held_of({}))
+    return packed(intervals_of(held)), packed(intervals_of({}))
 
 
-def results(*ranks: int) -> list[Result]:
+def results(*ranks: int) -> list[RankResult]:
     nothing = np.zeros(0, np.int64)
     sums = [[np.zeros(count, kind) for count in (1, 0)] for kind in (np.uint64, np.float64)]
     return [
-        Result(f"__{number}_0.distcp", size, 0, [np.array([size]), nothing], *sums) for number, size in enumerate(ranks)
+        RankResult(f"__{number}_0.distcp", size, 0, [np.array([size]), nothing], *sums)
+        for number, size in enumerate(ranks)
     ]
 
 

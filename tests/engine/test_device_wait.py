@@ -12,9 +12,9 @@ import torch
 
 from unishard.failures import collective_check, watchdog
 from unishard.failures.call_log import CallLog
+from unishard.failures.deadlocks import BUSY, WAITS
 from unishard.failures.device_wait import DeviceWait
 from unishard.failures.rank_locations import Location
-from unishard.failures.verdict import BUSY, WAITS
 
 
 class Stream:
@@ -89,7 +89,7 @@ class Check:
         self.device_wait, self.moved, self.told = device_wait, NOW - 1, []
         self.call_log = CallLog()
         self.call_log.record("is in engine.step (update 16)")
-        self.line = SimpleNamespace(verdict="", status=self.told.append, ask=lambda: None)
+        self.monitor = SimpleNamespace(abort_reason="", status=self.told.append, ask=lambda: None)
 
     def give_up(self, why: str) -> None:
         raise AssertionError(why)

@@ -13,10 +13,10 @@ import pytest
 
 from unishard.failures import heartbeat, process_state
 from unishard.failures.connections import connect
+from unishard.failures.deadlocks import Diagnosis
 from unishard.failures.heartbeat import SILENT, HeartbeatTimeout
 from unishard.failures.monitor_client import MonitorClient
 from unishard.failures.monitor_server import MonitorServer
-from unishard.failures.verdict import Judgement
 
 PATIENCE = 0.2
 STATUS = {"anything": "a rank that stands still"}
@@ -32,38 +32,38 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 @contextmanager
 def two_ranks(silent: int, number: int) -> Iterator[MonitorClient]:
-    """The line of the rank that runs; the other one, of another process, keeps its connection open and says nothing."""
+    """The client of the rank that runs; the other one, of another process, keeps its connection open and says nothing."""
     process = [process_state.own()[0], number]
     if silent == 0:
         listener = socket.create_server(("localhost", 0))
         connection = socket.create_connection(listener.getsockname())
         accepted = listener.accept()[0]
         listener.close()
-        line = MonitorClient(connection, 1, 2, None, process)
+        client = MonitorClient(connection, 1, 2, None, process)
     else:
-        server = MonitorServer(2, "token", lambda statuses: Judgement(), lambda rank: False)
+        server = MonitorServer(2, "token", lambda statuses: Diagnosis(), lambda rank: False)
         connections = [
             connect("localhost", server.port, {"token": "token", "rank": rank, "size": 2, "process": process})
             for rank in (0, 1)
         ]
         assert connections[0] is not None
-        line = MonitorClient(connections[0], 0, 2, server)
+        client = MonitorClient(connections[0], 0, 2, server)
         accepted = connections[1]
-    line.be_patient(PATIENCE)
+    client.be_patient(PATIENCE)
     try:
-        yield line
+        yield client
     finally:
-        line._closed = True
-        line._socket.close()
+        client._closed = True
+        client._socket.close()
         accepted.close()
 
 
-def wait_for_news(line: MonitorClient, seconds: float) -> bool:
+def wait_for_news(client: MonitorClient, seconds: float) -> bool:
     """As the watchdog of a rank that stands still."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        line.ask()
-        if line.wait(lambda: line.doomed, 0.05):
+        client.ask()
+        if client.wait(lambda: client.doomed, 0.05):
             return True
     return False
 
@@ -73,12 +73,14 @@ def test_a_rank_that_is_stopped_is_named_while_somebody_waits_for_it(
     stopped: int, sleeper: subprocess.Popen[bytes]
 ) -> None:
     sleeper.send_signal(signal.SIGSTOP)
-    with two_ranks(stopped, sleeper.pid) as line:
-        line.status(STATUS)
-        assert wait_for_news(line, 10.0)
-        assert line.endings[stopped].how == SILENT
-        assert line.cause() == f"rank {stopped} has not answered for 1 s: its process is stopped (SIGSTOP, a debugger)"
-        assert line.wait(lambda: line.is_gone(stopped), 2.0), "nobody waits for what it writes"
+    with two_ranks(stopped, sleeper.pid) as client:
+        client.status(STATUS)
+        assert wait_for_news(client, 10.0)
+        assert client.endings[stopped].how == SILENT
+        assert (
+            client.cause() == f"rank {stopped} has not answered for 1 s: its process is stopped (SIGSTOP, a debugger)"
+        )
+        assert client.wait(lambda: client.is_gone(stopped), 2.0), "nobody waits for what it writes"
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -86,9 +88,9 @@ def test_a_rank_that_answers_nothing_and_runs_is_waited_for(
     silent: int, sleeper: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     """As one that holds Python's lock while it reads a large JSON file."""
-    with two_ranks(silent, sleeper.pid) as line:
-        line.status(STATUS)
-        assert not wait_for_news(line, 3 * 6 * PATIENCE)
+    with two_ranks(silent, sleeper.pid) as client:
+        client.status(STATUS)
+        assert not wait_for_news(client, 3 * 6 * PATIENCE)
     said = [record.getMessage() for record in caplog.records]
     assert said == [
         f"rank {silent} has not answered for 1 s: it runs code that holds Python's lock, or is stopped; it is waited for"
@@ -102,20 +104,20 @@ def test_a_process_of_another_machine_is_not_known_to_be_stopped(sleeper: subpro
 
 
 def test_a_rank_that_answers_is_waited_for() -> None:
-    server = MonitorServer(2, "token", lambda statuses: Judgement(), lambda rank: False)
+    server = MonitorServer(2, "token", lambda statuses: Diagnosis(), lambda rank: False)
     connections = [connect("localhost", server.port, {"token": "token", "rank": rank, "size": 2}) for rank in (0, 1)]
-    lines = [
+    clients = [
         MonitorClient(connection, rank, 2, server if rank == 0 else None) for rank, connection in enumerate(connections)
     ]
-    for line in lines:
-        line.be_patient(PATIENCE)
-    lines[0].status(STATUS)  # the other one computes
-    lines[1].status(STATUS)
-    assert not wait_for_news(lines[1], 2 * 6 * PATIENCE)
-    assert not lines[0].doomed
-    for line in lines:
-        line._closed = True
-        line._socket.close()
+    for client in clients:
+        client.be_patient(PATIENCE)
+    clients[0].status(STATUS)  # the other one computes
+    clients[1].status(STATUS)
+    assert not wait_for_news(clients[1], 2 * 6 * PATIENCE)
+    assert not clients[0].doomed
+    for client in clients:
+        client._closed = True
+        client._socket.close()
 
 
 def test_time_in_which_this_process_was_stopped_itself_does_not_count(monkeypatch) -> None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from unishard.distributed import agreement, descriptors
+from unishard.failures.deadlocks import Diagnosis
 from unishard.failures.monitor_server import MonitorServer, _Link
-from unishard.failures.verdict import Judgement
 
 
 @contextmanager
@@ -77,8 +77,8 @@ class Counting:
 class Played:
     """A server to which so many ranks are connected, without sockets."""
 
-    def __init__(self, world: int, judge: Any = lambda statuses: Judgement()) -> None:
-        self.server = MonitorServer(world, "token", judge, lambda rank: False, local=True)
+    def __init__(self, world: int, detect: Any = lambda statuses: Diagnosis()) -> None:
+        self.server = MonitorServer(world, "token", detect, lambda rank: False, local=True)
         self.links = []
         for rank in range(world):
             link = _Link(Counting())  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ class Played:
         """Bytes that the monitor sends if every rank gives a value."""
         before = sum(link.socket.bytes for link in self.links)
         for link in self.links:
-            said = {"kind": "collect", "key": key, "value": value, "what": "", "seconds": None, "patience": None}
+            said = {"kind": "collect", "key": key, "value": value, "purpose": "", "seconds": None, "patience": None}
             self.server._handle(link, said)
         return sum(link.socket.bytes for link in self.links) - before
 
@@ -99,19 +99,19 @@ def test_what_all_ranks_say_alike_is_one_short_line_to_each() -> None:
     assert many <= few + 8
 
 
-def test_the_judge_hears_of_all_ranks_once_and_not_at_each_status() -> None:
+def test_the_detector_hears_of_all_ranks_once_and_not_at_each_status() -> None:
     asked: list[int] = []
 
-    def judge(statuses: Any) -> Judgement:
+    def detect(statuses: Any) -> Diagnosis:
         asked.append(len(statuses))
-        return Judgement()
+        return Diagnosis()
 
-    played = Played(1024, judge)
+    played = Played(1024, detect)
     for _ in range(3):
         for link in played.links:
             played.server._handle(link, {"kind": "status", "status": "waits"})
     assert asked[0] == 1024
-    assert len(asked) <= 8, "a status of each rank must not be a judgement of all"
+    assert len(asked) <= 8, "a status of each rank must not be an examination of all"
 
 
 def test_a_large_run_has_room_for_its_connections(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ import pytest
 from unishard.distributed import serving
 from unishard.errors import ConfigError
 from unishard.failures.connections import connect
+from unishard.failures.deadlocks import Diagnosis
 from unishard.failures.monitor_client import MonitorClient
 from unishard.failures.monitor_server import DIED, ENDED, FOLLOWED, RAISED, MonitorServer
-from unishard.failures.verdict import Judgement
 
 TOKEN = "right"
 
@@ -29,32 +29,32 @@ TOKEN = "right"
 def ranks(
     size: int,
     connected: int | None = None,
-    judge: Any = lambda statuses: Judgement(),
+    detect: Any = lambda statuses: Diagnosis(),
     unreachable: Any = lambda rank: False,
 ) -> Iterator:
     """Lines of the first ranks to one server."""
-    server = MonitorServer(size, TOKEN, judge, unreachable or (lambda rank: False))
-    lines = []
+    server = MonitorServer(size, TOKEN, detect, unreachable or (lambda rank: False))
+    clients = []
     for rank in range(size if connected is None else connected):
         connection = connect("localhost", server.port, {"token": TOKEN, "rank": rank, "size": size})
         assert connection is not None
-        lines.append(MonitorClient(connection, rank, size, None))
+        clients.append(MonitorClient(connection, rank, size, None))
     try:
-        yield lines if connected is None else (server, lines)
+        yield clients if connected is None else (server, clients)
     finally:
-        for line in lines:
-            line._closed = True
-            line._socket.close()
+        for client in clients:
+            client._closed = True
+            client._socket.close()
 
 
-def together(lines: list[MonitorClient], *args: Any, **kwargs: Any) -> list[dict[int, Any]]:
+def together(clients: list[MonitorClient], *args: Any, **kwargs: Any) -> list[dict[int, Any]]:
     """What each of these ranks gets from the same collection; it gives its rank where no value is passed."""
-    answers: list[Any] = [None] * len(lines)
+    answers: list[Any] = [None] * len(clients)
 
     def collect(index: int) -> None:
-        answers[index] = lines[index].collect(args[0], args[1] if len(args) > 1 else lines[index].rank, **kwargs)
+        answers[index] = clients[index].collect(args[0], args[1] if len(args) > 1 else clients[index].rank, **kwargs)
 
-    threads = [threading.Thread(target=collect, args=(index,)) for index in range(len(lines))]
+    threads = [threading.Thread(target=collect, args=(index,)) for index in range(len(clients))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -62,49 +62,49 @@ def together(lines: list[MonitorClient], *args: Any, **kwargs: Any) -> list[dict
     return answers
 
 
-def die(line: MonitorClient) -> None:
+def die(client: MonitorClient) -> None:
     """End as a killed process does."""
-    line._socket.shutdown(socket.SHUT_RDWR)
+    client._socket.shutdown(socket.SHUT_RDWR)
 
 
 def test_all_ranks_get_the_values_of_all() -> None:
-    with ranks(3) as lines:
-        assert together(lines, "key") == [{0: 0, 1: 1, 2: 2}] * 3
-        assert together(lines, "other", [1, "a"]) == [{0: [1, "a"], 1: [1, "a"], 2: [1, "a"]}] * 3
+    with ranks(3) as clients:
+        assert together(clients, "key") == [{0: 0, 1: 1, 2: 2}] * 3
+        assert together(clients, "other", [1, "a"]) == [{0: [1, "a"], 1: [1, "a"], 2: [1, "a"]}] * 3
 
 
 def test_a_rank_that_dies_is_known_at_once_and_no_longer_waited_for() -> None:
-    with ranks(3) as lines:
+    with ranks(3) as clients:
         start = time.monotonic()
-        threading.Timer(0.2, die, (lines[1],)).start()
-        assert together([lines[0], lines[2]], "key") == [{0: 0, 2: 2}] * 2
+        threading.Timer(0.2, die, (clients[1],)).start()
+        assert together([clients[0], clients[2]], "key") == [{0: 0, 2: 2}] * 2
         assert time.monotonic() - start < 2
-        for line in (lines[0], lines[2]):
-            assert line.endings[1].how == DIED
-            assert line.is_gone(1)
+        for client in (clients[0], clients[2]):
+            assert client.endings[1].how == DIED
+            assert client.is_gone(1)
             assert (
-                line.cause()
+                client.cause()
                 == "rank 1 is gone: its process ended without an error (killed, for lack of memory, or in C++)"
             )
 
 
 def test_what_explains_the_end_of_a_run_comes_before_what_follows_from_it() -> None:
-    with ranks(4) as lines:
-        lines[3].end("has ended its program", ENDED)
-        assert lines[0].cause(1.0) == "rank 3 has ended its program"
-        lines[1].end("raised RankMismatchError: no", FOLLOWED)
-        lines[2].end("raised ValueError: a broken sample", RAISED)
-        lines[2].end("has ended its program", ENDED)  # at the end of the process; the first word counts
-        assert all(line.wait(lambda line=line: 2 in line.endings, 1.0) for line in lines)
-        assert lines[0].cause() == "rank 2 raised ValueError: a broken sample"
-        assert [list(line.endings) for line in lines[:3]] == [[3, 1, 2]] * 3, "the same order everywhere"
+    with ranks(4) as clients:
+        clients[3].end("has ended its program", ENDED)
+        assert clients[0].cause(1.0) == "rank 3 has ended its program"
+        clients[1].end("raised RankMismatchError: no", FOLLOWED)
+        clients[2].end("raised ValueError: a broken sample", RAISED)
+        clients[2].end("has ended its program", ENDED)  # at the end of the process; the first word counts
+        assert all(client.wait(lambda client=client: 2 in client.endings, 1.0) for client in clients)
+        assert clients[0].cause() == "rank 2 raised ValueError: a broken sample"
+        assert [list(client.endings) for client in clients[:3]] == [[3, 1, 2]] * 3, "the same order everywhere"
 
 
 def test_a_rank_that_comes_later_hears_of_those_that_have_ended() -> None:
-    with ranks(3, connected=2) as (server, lines):
-        lines[0].end("raised ValueError: no", RAISED)
-        die(lines[1])
-        assert lines[0].wait(lambda: lines[0].is_gone(1), 2.0)
+    with ranks(3, connected=2) as (server, clients):
+        clients[0].end("raised ValueError: no", RAISED)
+        die(clients[1])
+        assert clients[0].wait(lambda: clients[0].is_gone(1), 2.0)
         connection = connect("localhost", server.port, {"token": TOKEN, "rank": 2, "size": 3})
         assert connection is not None
         late = MonitorClient(connection, 2, 3, None)
@@ -114,59 +114,59 @@ def test_a_rank_that_comes_later_hears_of_those_that_have_ended() -> None:
 
 
 def test_the_end_of_rank_0_is_known_although_it_serves() -> None:
-    with ranks(2) as lines:
-        lines[0].end("raised ValueError: no", RAISED)
-        die(lines[1])  # the connection breaks, as at the end of the monitor's process
-        assert lines[1].wait(lambda: lines[1].is_gone(0), 2.0)
-        assert lines[1].cause() == "rank 0 raised ValueError: no"
-        assert lines[1].collect("key", 5) == {1: 5}
+    with ranks(2) as clients:
+        clients[0].end("raised ValueError: no", RAISED)
+        die(clients[1])  # the connection breaks, as at the end of the monitor's process
+        assert clients[1].wait(lambda: clients[1].is_gone(0), 2.0)
+        assert clients[1].cause() == "rank 0 raised ValueError: no"
+        assert clients[1].collect("key", 5) == {1: 5}
 
 
 def test_a_collection_can_end_without_those_that_are_late_who_get_the_same() -> None:
-    with ranks(3) as lines:
-        assert together(lines[:2], "key", seconds=0.3) == [{0: 0, 1: 1}] * 2
-        assert lines[2].collect("key", 2, seconds=0.3) == {0: 0, 1: 1}
+    with ranks(3) as clients:
+        assert together(clients[:2], "key", seconds=0.3) == [{0: 0, 1: 1}] * 2
+        assert clients[2].collect("key", 2, seconds=0.3) == {0: 0, 1: 1}
 
 
 def test_a_value_can_be_given_before_others_ask() -> None:
-    with ranks(2) as lines:
-        lines[1].give("key", "early")
+    with ranks(2) as clients:
+        clients[1].give("key", "early")
         time.sleep(0.1)
-        assert lines[0].collect("key", "asked", seconds=2.0) == {0: "asked", 1: "early"}
+        assert clients[0].collect("key", "asked", seconds=2.0) == {0: "asked", 1: "early"}
 
 
 def test_ranks_that_are_waited_for_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    with ranks(4, connected=2) as (_, lines), caplog.at_level(logging.WARNING, "unishard"):
+    with ranks(4, connected=2) as (_, clients), caplog.at_level(logging.WARNING, "unishard"):
         thread = threading.Thread(
-            target=together, args=(lines, "key"), kwargs={"what": "to call prepare", "patience": 0.2}, daemon=True
+            target=together, args=(clients, "key"), kwargs={"purpose": "to call prepare", "patience": 0.2}, daemon=True
         )
         thread.start()
         time.sleep(2.0)
         assert caplog.messages == ["rank 0 has waited 0 s for ranks 2, 3 to call prepare"]
-        for line in lines:
-            die(line)
+        for client in clients:
+            die(client)
 
 
 def test_a_rank_that_cannot_connect_is_not_waited_for() -> None:
-    with ranks(3, connected=2, unreachable=lambda rank: rank == 2) as (_, lines):
-        assert together(lines, "key", patience=0.2) == [{0: 0, 1: 1}] * 2
+    with ranks(3, connected=2, unreachable=lambda rank: rank == 2) as (_, clients):
+        assert together(clients, "key", patience=0.2) == [{0: 0, 1: 1}] * 2
 
 
-def test_the_judge_hears_of_ranks_that_all_stand_still_and_is_heard_by_all() -> None:
+def test_the_detector_hears_of_ranks_that_all_stand_still_and_is_heard_by_all() -> None:
     asked: list[Any] = []
 
-    def judge(statuses: Any) -> Judgement:
+    def detect(statuses: Any) -> Diagnosis:
         asked.append(dict(statuses))
-        return Judgement("no rank can go on" if statuses[1] == "stuck" else "")
+        return Diagnosis("no rank can go on" if statuses[1] == "stuck" else "")
 
-    with ranks(2, judge=judge) as lines:
-        lines[0].status("waits")
-        lines[1].status("busy")
-        lines[1].status(None)
-        lines[0].status("waits")
-        lines[1].status("stuck")
-        assert all(line.wait(lambda line=line: bool(line.verdict), 2.0) for line in lines)
-        assert {line.cause() for line in lines} == {"no rank can go on"}
+    with ranks(2, detect=detect) as clients:
+        clients[0].status("waits")
+        clients[1].status("busy")
+        clients[1].status(None)
+        clients[0].status("waits")
+        clients[1].status("stuck")
+        assert all(client.wait(lambda client=client: bool(client.abort_reason), 2.0) for client in clients)
+        assert {client.cause() for client in clients} == {"no rank can go on"}
         assert {0: "waits", 1: "busy"} in asked
         assert all(len(statuses) == 2 for statuses in asked)
 
@@ -175,13 +175,13 @@ def test_the_judge_hears_of_ranks_that_all_stand_still_and_is_heard_by_all() -> 
     "hello", [{"token": "wrong", "rank": 1, "size": 2}, {"token": TOKEN, "rank": 2, "size": 2}, {"rank": 1}, []]
 )
 def test_a_stranger_is_refused(hello: Any) -> None:
-    with ranks(2, connected=1) as (server, lines):
+    with ranks(2, connected=1) as (server, clients):
         assert connect("localhost", server.port, hello) is None
         with socket.create_connection(("localhost", server.port)) as connection:
             connection.sendall(b"\x00\xff not json\n")
             assert connection.recv(1) == b""
-        assert not lines[0].endings
-        assert json.dumps(lines[0].collect("key", 1, seconds=0.2)) == '{"0": 1}'
+        assert not clients[0].endings
+        assert json.dumps(clients[0].collect("key", 1, seconds=0.2)) == '{"0": 1}'
 
 
 MISPLACED = [
@@ -193,21 +193,21 @@ MISPLACED = [
 @pytest.mark.parametrize(("rank", "size", "why"), MISPLACED)
 def test_a_process_with_another_ranks_number_or_another_number_of_ranks_is_told_to_all(rank, size, why) -> None:
     hello = {"token": TOKEN, "rank": rank, "size": size}
-    with ranks(3, connected=2) as (server, lines):
+    with ranks(3, connected=2) as (server, clients):
         with pytest.raises(ConfigError, match=why):
             connect("localhost", server.port, hello)
-        assert all(line.wait(lambda line=line: line.verdict == why, 2.0) for line in lines)
-        assert lines[0].collect("key", 0).keys() == {0}, "nobody is waited for"
-    with ranks(3) as lines:
-        port = lines[0]._socket.getpeername()[1]
+        assert all(client.wait(lambda client=client: client.abort_reason == why, 2.0) for client in clients)
+        assert clients[0].collect("key", 0).keys() == {0}, "nobody is waited for"
+    with ranks(3) as clients:
+        port = clients[0]._socket.getpeername()[1]
         with pytest.raises(ConfigError, match=why):
             connect("localhost", port, hello)
-        assert not any(line.verdict for line in lines), "a run that has begun goes on"
+        assert not any(client.abort_reason for client in clients), "a run that has begun goes on"
 
 
 def test_a_host_that_is_gone_without_a_word_is_noticed_within_a_minute() -> None:
-    with ranks(2, connected=2) as (server, lines):
-        ends = [lines[1]._socket, server._links[1].socket]
+    with ranks(2, connected=2) as (server, clients):
+        ends = [clients[1]._socket, server._links[1].socket]
         for end in ends:
             idle, interval, count = (
                 end.getsockopt(socket.IPPROTO_TCP, option)
@@ -223,17 +223,17 @@ def test_a_host_that_is_gone_without_a_word_is_noticed_within_a_minute() -> None
     "sent", [b"[" * 4000 + b"\n", b"x" * 5000, b'{"token": 3, "rank": 1}\n', b'{"token": "right", "rank": -1}\n']
 )
 def test_what_a_stranger_sends_neither_ends_the_hub_nor_fills_its_memory(sent: bytes) -> None:
-    with ranks(2, connected=1) as (server, lines):
+    with ranks(2, connected=1) as (server, clients):
         with socket.create_connection(("localhost", server.port)) as connection:
             connection.sendall(sent)
             connection.settimeout(5.0)
             assert connection.recv(1) == b"", "the monitor has not closed the connection"
-        assert json.dumps(lines[0].collect("key", 1, seconds=0.2)) == '{"0": 1}'
+        assert json.dumps(clients[0].collect("key", 1, seconds=0.2)) == '{"0": 1}'
 
 
 def test_a_hub_of_one_machine_listens_to_no_other() -> None:
     assert (
-        MonitorServer(2, TOKEN, lambda statuses: Judgement(), lambda rank: False, local=True)._listener.getsockname()[0]
+        MonitorServer(2, TOKEN, lambda statuses: Diagnosis(), lambda rank: False, local=True)._listener.getsockname()[0]
         == "127.0.0.1"
     )
 

@@ -31,7 +31,7 @@ def joined(monkeypatch):
         monkeypatch.setattr(arrival, "_world", None)
         monkeypatch.setattr(monitor_client, "current", lambda: None)
         monkeypatch.setattr(arrival.second_signal, "install", lambda: None)
-        monkeypatch.setattr(arrival, "_line", lambda store, *_: lines.append(store))
+        monkeypatch.setattr(arrival, "_connection", lambda store, *_: lines.append(store))
         started = SimpleNamespace(group=SimpleNamespace(WORLD=group), get_world_size=group.size, get_rank=group.rank)
         monkeypatch.setattr(arrival, "dist", started)
         arrival.join_group(timedelta(seconds=1), 1.0)

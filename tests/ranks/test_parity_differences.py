@@ -17,7 +17,7 @@ from unishard.tools.compare.golden import ComparedRun, facts_of
 from unishard.tools.compare.modules import first_module, modules_in
 from unishard.tools.compare.modules import lines_of as module_text
 from unishard.tools.compare.records import Course, read_records
-from unishard.tools.compare.verdict import lines_of, verdict_of
+from unishard.tools.compare.run_comparison import compare_runs, lines_of
 
 STEPS = 6
 PLAIN = {
@@ -74,26 +74,26 @@ def run_of(tmp_path_factory):
 
 
 def test_engines_agree(run_of):
-    verdict = verdict_of(run_of("none", "deepspeed"), run_of("none"), "fp32")
-    assert verdict.same, list(lines_of(verdict))
-    assert verdict.distance.steps == STEPS
+    comparison = compare_runs(run_of("none", "deepspeed"), run_of("none"), "fp32")
+    assert comparison.same, list(lines_of(comparison))
+    assert comparison.distance.steps == STEPS
     assert BACKENDS == ("fsdp", "deepspeed")
 
 
 @pytest.mark.parametrize("fault", IN_CONFIG)
 def test_a_field_that_differs_is_named(run_of, fault):
-    verdict = verdict_of(run_of(fault), run_of("none"), "fp32")
-    assert fault in [field.path for field in verdict.fields]
-    told = [*lines_of(verdict)]
+    comparison = compare_runs(run_of(fault), run_of("none"), "fp32")
+    assert fault in [field.path for field in comparison.fields]
+    told = [*lines_of(comparison)]
     assert any(line.startswith(f"{fault} is ") for line in told)
     assert max(map(len, told)) <= 80
 
 
 @pytest.mark.parametrize("fault", IN_SCRIPT)
 def test_a_script_that_differs_is_found_and_no_field_is_blamed(run_of, fault):
-    verdict = verdict_of(run_of(fault), run_of("none"), "fp32")
-    assert not verdict.same
-    assert verdict.fields == []
+    comparison = compare_runs(run_of(fault), run_of("none"), "fp32")
+    assert not comparison.same
+    assert comparison.fields == []
 
 
 # -- the first module that differs -----------------------------------------------------------------

@@ -103,7 +103,7 @@ class _Outline(BoundedUnpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         """A storage."""
-        if not isinstance(pid, tuple) or any(isinstance(each, list | tuple | dict) for each in pid):
+        if not isinstance(pid, tuple) or any(isinstance(part, list | tuple | dict) for part in pid):
             refuse("refers to what is no storage; it is damaged")
         return _Empty()
 

@@ -1,8 +1,8 @@
-"""Which rank writes what, planned by rank 0: each interval once, also where several ranks hold it, and no element left
-out.
+"""Which rank writes what, planned by rank 0. Each interval is written once, also if several ranks hold it, and no
+element is left out.
 
-torch's own planner makes some objects for each chunk, of which 70 billion parameters on 1,024 ranks have two million;
-here they are rows of arrays.
+torch's own planner makes several objects for each chunk, and 70 billion parameters on 1,024 ranks have two million
+chunks. Here a chunk is a row of arrays.
 """
 
 from __future__ import annotations
@@ -52,36 +52,36 @@ class Assignment:
                 other kinds.
         """
         self._number: dict[str, int] = {}
-        found: list[StoredTensor] = []
-        self.numbers = _numbered(everyone, self._number, found)
+        tensors: list[StoredTensor] = []
+        self.numbers = _numbered(everyone, self._number, tensors)
         """For each rank, the numbers of its tensors."""
-        self._found = found
+        self._tensors = tensors
         cuts = [
-            cut(unpacked(tuple(found[each] for each in own), sent), chunk)
-            for own, (_, sent) in zip(self.numbers, everyone, strict=True)
+            cut(unpacked(tuple(tensors[number] for number in numbers), sent), chunk)
+            for numbers, (_, sent) in zip(self.numbers, everyone, strict=True)
         ]
-        counts = [len(each.tensor) for each in cuts]
-        tensor = np.concatenate([own[each.tensor] for own, each in zip(self.numbers, cuts, strict=True)])
-        begin, end = np.concatenate([each.begins for each in cuts]), np.concatenate([each.ends for each in cuts])
+        counts = [len(part.tensor) for part in cuts]
+        tensor = np.concatenate([numbers[part.tensor] for numbers, part in zip(self.numbers, cuts, strict=True)])
+        begin, end = np.concatenate([part.begins for part in cuts]), np.concatenate([part.ends for part in cuts])
         rank = np.repeat(np.arange(len(everyone)), counts)
         order = np.lexsort((begin, tensor))  # stable: equal intervals in the order of ranks
         groups = _starts(tensor[order], begin[order])
         sizes = np.diff(np.append(groups, len(order)))
         self._require_whole(tensor[order], begin[order], end[order], groups)
-        itemsizes = np.array([each.dtype.itemsize for each in found], np.int64)
-        held = order[groups]
-        bytes_ = (end - begin)[held] * itemsizes[tensor[held]]
+        itemsizes = np.array([stored.dtype.itemsize for stored in tensors], np.int64)
+        first_in_group = order[groups]
+        bytes_ = (end - begin)[first_in_group] * itemsizes[tensor[first_in_group]]
         written = order[groups + _holders(rank[order], groups, sizes, bytes_, len(everyone))]
-        kept = np.zeros(len(order), bool)
-        kept[written] = True
-        self.masks = [np.packbits(kept[first:last]).tobytes() for first, last in pairwise(np.cumsum([0, *counts]))]
+        chosen = np.zeros(len(order), bool)
+        chosen[written] = True
+        self.masks = [np.packbits(chosen[first:last]).tobytes() for first, last in pairwise(np.cumsum([0, *counts]))]
         """For each rank, which of its cuts it writes, in bits."""
         self._lay_out(tensor[written], begin[written], end[written], rank[written], written)
 
     @property
     def tensors(self) -> list[StoredTensor]:
         """All tensors, in the order in which ranks write them."""
-        return [self._found[number] for number in self._order]
+        return [self._tensors[number] for number in self._order]
 
     def places(self, lengths: Sequence[Any], begins: Any) -> Places:
         """Where everything lies.
@@ -93,13 +93,13 @@ class Assignment:
         Raises:
             ValueError: A rank has written another number of records.
         """
-        counts = [len(each) for each in lengths]
+        counts = [len(rank_lengths) for rank_lengths in lengths]
         if counts != self._records.tolist():
             raise ValueError("a rank has not written the records that it was to write")
         length = np.concatenate([*lengths, np.empty(0, np.int64)]).astype(np.int64)
         at = np.cumsum(length) - length
         at += np.repeat(np.asarray(begins, np.int64) - np.append(at, 0)[np.cumsum(counts) - counts], counts)
-        ordered = [self._found[number] for number in self._order]
+        ordered = [self._tensors[number] for number in self._order]
         columns = [self._first, self._last, self._rank, at[self._record], length[self._record]]
         rows = np.concatenate(
             [np.arange(*self._bounds[number : number + 2]) for number in self._order] or [np.empty(0, np.int64)]
@@ -113,19 +113,19 @@ class Assignment:
         Args:
             values: Of each rank, an array with a value for each tensor that it holds.
         """
-        total = np.zeros(len(self._found), values[0].dtype)
-        for numbers, own in zip(self.numbers, values, strict=True):
-            total[numbers] += own  # integers wrap, which is modulo 2^64
+        total = np.zeros(len(self._tensors), values[0].dtype)
+        for numbers, rank_values in zip(self.numbers, values, strict=True):
+            total[numbers] += rank_values  # integers wrap, which is modulo 2^64
         return total[self._order].tolist() if self._order else []
 
     def _lay_out(self, tensor: Numbers, begin: Numbers, end: Numbers, rank: Numbers, written: Numbers) -> None:
         """Divide the intervals, which are sorted by tensor and element, into boxes, and find the record of each in the
         ranks' files.
         """
-        bounds = np.searchsorted(tensor, np.arange(len(self._found) + 1))
+        bounds = np.searchsorted(tensor, np.arange(len(self._tensors) + 1))
         tables = [
-            box_table(each.shape, begin[first:last], end[first:last])
-            for each, (first, last) in zip(self._found, pairwise(bounds), strict=True)
+            box_table(stored.shape, begin[first:last], end[first:last])
+            for stored, (first, last) in zip(self._tensors, pairwise(bounds), strict=True)
         ]
         source = np.concatenate(
             [table.source + first for table, first in zip(tables, bounds, strict=False)] or [np.empty(0, np.int64)]
@@ -140,7 +140,7 @@ class Assignment:
         begins = np.empty(len(tensor), np.int64)
         begins[sequence] = np.cumsum(boxes[sequence]) - boxes[sequence]
         self._record = begins[source] + np.arange(len(source)) - (np.cumsum(boxes) - boxes)[source]
-        earliest = np.minimum.reduceat(written, bounds[:-1]) if len(self._found) else np.empty(0, np.int64)
+        earliest = np.minimum.reduceat(written, bounds[:-1]) if len(self._tensors) else np.empty(0, np.int64)
         self._order = np.argsort(earliest).tolist()
 
     def _require_whole(self, tensor: Numbers, begin: Numbers, end: Numbers, groups: Numbers) -> None:
@@ -148,10 +148,10 @@ class Assignment:
         same = np.repeat(groups, np.diff(np.append(groups, len(end))))
         self._refuse("ranks hold overlapping elements of", tensor[end != end[same]])
         tensor, begin, end = tensor[groups], begin[groups], end[groups]
-        self._refuse("no rank holds some or all elements of", np.setdiff1d(np.arange(len(self._found)), tensor))
+        self._refuse("no rank holds some or all elements of", np.setdiff1d(np.arange(len(self._tensors)), tensor))
         fresh = np.append(True, tensor[1:] != tensor[:-1])[: len(tensor)]
         expected = np.where(fresh, 0, np.append(0, end[:-1])[: len(tensor)])
-        numel = np.array([math.prod(each.shape) for each in self._found], np.int64)
+        numel = np.array([math.prod(stored.shape) for stored in self._tensors], np.int64)
         self._refuse("ranks hold overlapping elements of", tensor[begin < expected])
         self._refuse("no rank holds some or all elements of", tensor[begin > expected])
         self._refuse(
@@ -159,13 +159,13 @@ class Assignment:
             tensor[np.append(fresh[1:], True)[: len(tensor)] & (end != numel[tensor])],
         )
 
-    def _refuse(self, what: str, tensors: Numbers) -> None:
+    def _refuse(self, problem: str, tensors: Numbers) -> None:
         if len(tensors):
-            raise ValueError(f"{what} {self._found[int(tensors[0])].name}")
+            raise ValueError(f"{problem} {self._tensors[int(tensors[0])].name}")
 
 
 def _numbered(
-    everyone: Sequence[tuple[bytes, bytes]], number: dict[str, int], found: list[StoredTensor]
+    everyone: Sequence[tuple[bytes, bytes]], number: dict[str, int], all_tensors: list[StoredTensor]
 ) -> list[Numbers]:
     """Number all tensors; those that many ranks name in the same bytes are read once."""
     known: dict[bytes, Numbers] = {}
@@ -173,12 +173,12 @@ def _numbered(
         if sent in known:
             continue
         tensors = tensors_in(sent)
-        for each in tensors:
-            if number.setdefault(each.name, len(found)) == len(found):
-                found.append(each)
-            elif found[number[each.name]] != each:
-                raise ValueError(f"ranks hold {each.name} with different dtypes or shapes")
-        known[sent] = np.array([number[each.name] for each in tensors], np.int64)
+        for tensor in tensors:
+            if number.setdefault(tensor.name, len(all_tensors)) == len(all_tensors):
+                all_tensors.append(tensor)
+            elif all_tensors[number[tensor.name]] != tensor:
+                raise ValueError(f"ranks hold {tensor.name} with different dtypes or shapes")
+        known[sent] = np.array([number[tensor.name] for tensor in tensors], np.int64)
     return [known[sent] for sent, _ in everyone]
 
 

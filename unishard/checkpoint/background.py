@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unishard.checkpoint.saving import Snapshot
 from unishard.distributed import process_group
-from unishard.failures.endings import naming_causes
+from unishard.failures.endings import explain_lost_connections
 
 _logger = logging.getLogger("unishard")
 
@@ -52,23 +52,23 @@ class Background:
         """
         self.wait()
         before, self._copies = self._copies, {}
-        for name, stretch in snapshot.shards.items():
-            values = stretch.read(stretch.start, stretch.end)
+        for name, shard in snapshot.shards.items():
+            values = shard.read(shard.start, shard.end)
             copy = before.get(name)
             if copy is None or (copy.shape, copy.dtype) != (values.shape, values.dtype):
                 copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
             self._copies[name] = copy.copy_(values, non_blocking=values.is_cuda)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        held = {
-            name: stretch._replace(read=partial(_read, self._copies[name], stretch.start))
-            for name, stretch in snapshot.shards.items()
+        staged = {
+            name: shard._replace(read=partial(_read, self._copies[name], shard.start))
+            for name, shard in snapshot.shards.items()
         }
-        return snapshot._replace(shards=held)
+        return snapshot._replace(shards=staged)
 
     @property
     def is_running(self) -> bool:
-        """Whether a job was started for which nobody has waited."""
+        """Whether a job was started and `wait` was not called since."""
         return self._running is not None
 
     def wait(self) -> None:
@@ -102,7 +102,7 @@ def _borrowed() -> tuple[dist.ProcessGroup, Any]:
 def _logged(work: Callable[[dist.ProcessGroup], Any], group: dist.ProcessGroup) -> Any:
     """Run the job; log a failure at once, because a script that ends without `close` never sees it."""
     try:
-        with naming_causes():
+        with explain_lost_connections():
             return work(group)
     except Exception as error:
         if dist.get_rank(group) == 0:

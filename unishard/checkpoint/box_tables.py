@@ -46,9 +46,9 @@ def box_table(shape: Sequence[int], begins: Any, ends: Any) -> BoxTable:
         points.append(np.maximum(points[-1], ends // blocks[level - 1] * blocks[level - 1]))
     points.append(ends)
     bounds = np.stack(points, axis=1)
-    held = bounds[:, 1:] > bounds[:, :-1]
-    source, step = np.nonzero(held)
-    first, last = bounds[:, :-1][held], bounds[:, 1:][held]
+    nonempty = bounds[:, 1:] > bounds[:, :-1]
+    source, step = np.nonzero(nonempty)
+    first, last = bounds[:, :-1][nonempty], bounds[:, 1:][nonempty]
     dims = np.array([*levels, 0, *reversed(levels)], np.int64)[
         step
     ]  # in which dim a box has more than one index and not all

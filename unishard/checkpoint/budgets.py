@@ -56,13 +56,13 @@ def _count(values: Sequence[Any], most: int, kinds: tuple[type, ...] = (list, tu
         total += 1 + len(inside)
         if total > most:
             refuse(_ABSURD)
-        left += [each.values() if isinstance(each, dict) else each for each in inside if isinstance(each, kinds)]
+        left += [value.values() if isinstance(value, dict) else value for value in inside if isinstance(value, kinds)]
     return total
 
 
-def refuse(what: str) -> NoReturn:
+def refuse(problem: str) -> NoReturn:
     """Raise the error of a file; its reader adds the path."""
-    raise CheckpointError(what)
+    raise CheckpointError(problem)
 
 
 class BoundedUnpickler(pickle._Unpickler):
@@ -90,9 +90,9 @@ class BoundedUnpickler(pickle._Unpickler):
     def _spend(self, values: Sequence[Any]) -> None:
         """Count the elements of the tuples among some values.
 
-        A tuple without others in it has cost as many bytes of the pickle.
+        A tuple without tuples in it has taken as many bytes of the pickle as it has elements.
         """
-        if nested := [each for each in values if isinstance(each, tuple)]:
+        if nested := [value for value in values if isinstance(value, tuple)]:
             self._left -= _count(nested, self._left, (tuple,))
 
     def _check_keys(self, keys: Sequence[Any]) -> None:
@@ -107,9 +107,9 @@ class BoundedUnpickler(pickle._Unpickler):
             refuse("calls what is no function; it is damaged")
         self._left -= len(arguments)
         self._spend(arguments)
-        for each in arguments:
-            if isinstance(each, list):
-                self._check_keys(each)  # the elements of a set
+        for argument in arguments:
+            if isinstance(argument, list):
+                self._check_keys(argument)  # the elements of a set
         self.note_call(function, arguments)
 
     def _check_build(self) -> None:
@@ -119,7 +119,7 @@ class BoundedUnpickler(pickle._Unpickler):
 
 
 def _is_flat(key: Any) -> bool:
-    return isinstance(key, tuple) and all(isinstance(each, _SCALARS) for each in key)
+    return isinstance(key, tuple) and all(isinstance(part, _SCALARS) for part in key)
 
 
 def _checked(code: int, check: Callable[[BoundedUnpickler], None]) -> Callable[[BoundedUnpickler], None]:

@@ -137,7 +137,7 @@ def _changed(a: Manifest, b: Manifest) -> list[str]:
 
 
 def _gap(name: str, a: Tensors, b: Tensors, advance: Advance) -> TensorDifference:
-    forms = [(stretch.shape, stretch.dtype) for stretch in (a.stretch(name), b.stretch(name))]
+    forms = [(tensor.shape, tensor.dtype) for tensor in (a.lazy(name), b.lazy(name))]
     if forms[0] != forms[1]:
         raise CheckpointError(
             f"{a.folder}, {b.folder}: {name} differs from the manifest in shape or dtype; run `unishard checkpoint "

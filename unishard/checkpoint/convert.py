@@ -31,7 +31,7 @@ def convert(
 ) -> tuple[str, ...]:
     """Convert a checkpoint to another format. A failure leaves nothing behind.
 
-    What is read is verified: unishard's checkpoints by their hashes, those of other tools by the checksums in files of
+    Verifies what it reads: a checkpoint of unishard by its hashes, one of another tool by the checksums in files of
     torch.save.
 
     Args:
@@ -51,7 +51,7 @@ def convert(
     known = formats()
     writer = _named(known, to)
     if writer.write is None:
-        writable = " or ".join(name for name, each in known.items() if each.write is not None)
+        writable = " or ".join(name for name, format_ in known.items() if format_.write is not None)
         raise CheckpointError(f"checkpoints of {writer.title} can be read, but not written; use --to {writable}")
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination}: already exists; choose a folder that does not exist")
@@ -88,15 +88,15 @@ def formats() -> dict[str, CheckpointFormat]:
     Raises:
         CheckpointError: Two backends define different formats with the same name.
     """
-    found = {OWN.name: OWN}
+    formats_by_name = {OWN.name: OWN}
     for backend in registry.available():
-        for name, each in registry.get(backend).checkpoint_formats.items():
-            if found.setdefault(name, each) is not each:
+        for name, format_ in registry.get(backend).checkpoint_formats.items():
+            if formats_by_name.setdefault(name, format_) is not format_:
                 raise CheckpointError(
                     f"two backends define the checkpoint format {name!r}, one of them is {backend}; uninstall one of "
                     "the two"
                 )
-    return found
+    return formats_by_name
 
 
 def _named(known: dict[str, CheckpointFormat], name: str) -> CheckpointFormat:
@@ -108,11 +108,11 @@ def _named(known: dict[str, CheckpointFormat], name: str) -> CheckpointFormat:
 
 
 def _detected(known: dict[str, CheckpointFormat], source: Path) -> CheckpointFormat:
-    for each in known.values():
-        if each.recognises(source):
-            return each
+    for format_ in known.values():
+        if format_.recognises(source):
+            return format_
     raise CheckpointError(
-        f"{source}: not a checkpoint in a known format; known: {', '.join(each.title for each in known.values())}"
+        f"{source}: not a checkpoint in a known format; known: {', '.join(format_.title for format_ in known.values())}"
     )
 
 

@@ -2,8 +2,8 @@
 
 A checkpoint is rarely read soon after it was saved. In the page cache it would take new pages for every byte, until the
 kernel stalls the process to write them out. Instead, a few buffers go straight to disk: one is being written while the
-others are filled. Another thread computes the checksum meanwhile, which takes longer than all else that is computed of
-a tensor.
+others are filled. Another thread computes the checksum meanwhile, which takes longer than all other computations on a
+tensor.
 """
 
 from __future__ import annotations

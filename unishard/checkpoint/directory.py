@@ -4,8 +4,8 @@
     <root>/step-00000030-1f3a9c2e/   one of the run 1f3a9c2e, which began beside checkpoints of another run
     <root>/latest                    one line: the name of the last committed checkpoint
     <root>/.tmp-step-00000040-*      being written
-    <root>/.old-step-00000030-*      step 30, between the two renames that replace it by a new checkpoint of the same
-    step <root>/.trash-step-00000010-*    being deleted
+    <root>/.old-step-00000030-*      step 30, between the two renames that replace it by a new checkpoint of that step
+    <root>/.trash-step-00000010-*    being deleted
     <root>/.latest-*                 the next `latest`, being written
     <root>/.owner                    the run that saves here (`lease`); `.owner-*` while it is made or taken over
 
@@ -128,23 +128,27 @@ def prune(
     Raises:
         CheckpointError: A checkpoint cannot be deleted.
     """
-    own = headers.header_of(keep)
-    if keep_last is None or own is None:
+    saved = headers.header_of(keep)
+    if keep_last is None or saved is None:
         return []
     ages = {
-        found: age
-        for found in finding.checkpoints(root)
-        if (age := finding.age_of(found)) is not None
-        and (header := headers.header_of(found.path))
-        and header.run == own.run
+        checkpoint: age
+        for checkpoint in finding.checkpoints(root)
+        if (age := finding.age_of(checkpoint)) is not None
+        and (header := headers.header_of(checkpoint.path))
+        and header.run == saved.run
     }
-    order = sorted(ages, key=lambda found: ages[found])
-    kept = {keep, finding.latest(root), *(found.path for found in finding.ranked(ages, best)[: keep_best or 0])}
+    order = sorted(ages, key=lambda checkpoint: ages[checkpoint])
+    protected = {
+        keep,
+        finding.latest(root),
+        *(checkpoint.path for checkpoint in finding.ranked(ages, best)[: keep_best or 0]),
+    }
     deleted = []
-    for found in order[: max(0, len(order) - keep_last)]:
-        if found.path not in kept and not (keep_every and found.step % keep_every == 0):
-            discard(found.path)
-            deleted.append(found.path)
+    for checkpoint in order[: max(0, len(order) - keep_last)]:
+        if checkpoint.path not in protected and not (keep_every and checkpoint.step % keep_every == 0):
+            discard(checkpoint.path)
+            deleted.append(checkpoint.path)
     return deleted
 
 
@@ -212,9 +216,9 @@ def _point(root: Path, name: str) -> None:
 
 
 @contextmanager
-def _os_errors(path: Path, what: str, instead: str) -> Iterator[None]:
+def _os_errors(path: Path, problem: str, instead: str) -> Iterator[None]:
     """Turn an OSError into one CheckpointError."""
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path}: {what} ({error.strerror}); {instead}") from error
+        raise CheckpointError(f"{path}: {problem} ({error.strerror}); {instead}") from error

@@ -21,28 +21,28 @@ def open_file(path: Path) -> BufferedReader:
     return open(path, "rb", opener=_open_file)
 
 
-def path_of(given: str | Path, call: str) -> Path:
+def path_of(path: str | Path, call: str) -> Path:
     """The path that a caller has given, with `~` expanded.
 
     Args:
-        given: The path.
+        path: The path.
         call: The method that it was given to.
 
     Raises:
         ContractError: No file can have this name, or it is a URL or contains an environment variable.
     """
     try:
-        os.fsencode(given)
+        os.fsencode(path)
     except (TypeError, ValueError):  # the latter for half of a surrogate pair
         bad = True
     else:
-        bad = "\0" in str(given)
+        bad = "\0" in str(path)
     if bad:
-        raise ContractError(f"{call}: {given!r:.200} is not a path; pass the path of a directory")
+        raise ContractError(f"{call}: {path!r:.200} is not a path; pass the path of a directory")
     try:
-        return Path(expanded(given))
+        return Path(expanded(path))
     except ValueError as error:
-        raise ContractError(f"{call}: {str(given)!r} {error}") from None
+        raise ContractError(f"{call}: {str(path)!r} {error}") from None
 
 
 def read_bytes(path: Path, most: int | None = None) -> bytes:

@@ -73,11 +73,11 @@ def checkpoints(root: Path) -> list[FoundCheckpoint]:
     Raises:
         CheckpointError: The root is a file, or cannot be read.
     """
-    found = {old.name: old for old in set_aside(root)}
+    by_name = {old.name: old for old in set_aside(root)}
     for entry in entries(root):
         if (match := STEP.fullmatch(entry)) and is_checkpoint(root / entry):
-            found[entry] = FoundCheckpoint(root / entry, int(match["step"]), entry)
-    return sorted(found.values(), key=lambda each: (each.step, each.name))
+            by_name[entry] = FoundCheckpoint(root / entry, int(match["step"]), entry)
+    return sorted(by_name.values(), key=lambda checkpoint: (checkpoint.step, checkpoint.name))
 
 
 def incomplete(root: Path) -> list[str]:
@@ -86,7 +86,7 @@ def incomplete(root: Path) -> list[str]:
     Raises:
         CheckpointError: The root is a file, or cannot be read.
     """
-    complete = {found.path.name for found in checkpoints(root)}
+    complete = {checkpoint.path.name for checkpoint in checkpoints(root)}
     return [
         name for name in entries(root) if name not in complete and (LEFT_OVER.fullmatch(name) or STEP.fullmatch(name))
     ]
@@ -107,13 +107,15 @@ def latest(root: Path) -> Path | None:
     """
     candidates = checkpoints(root)
     pointed = _named(root)
-    named = next((each for each in candidates if each.name == pointed), None)
+    named = next((checkpoint for checkpoint in candidates if checkpoint.name == pointed), None)
     if named is not None:
         header = header_of(named.path)
         if header is None:  # damaged, so nothing tells which ones are newer
-            candidates = [each for each in candidates if each.step >= named.step]
+            candidates = [checkpoint for checkpoint in candidates if checkpoint.step >= named.step]
         elif not header.commit:
-            candidates = [each for each in candidates if each.step >= named.step or _commit_of(each)]
+            candidates = [
+                checkpoint for checkpoint in candidates if checkpoint.step >= named.step or _commit_of(checkpoint)
+            ]
     return max(candidates, key=_order_of).path if candidates else None
 
 
@@ -134,7 +136,7 @@ def newer_than_latest(root: Path) -> str | None:
             right = name_of(other.step)
             return f"{other.path} is a checkpoint under another name than {right}, which is not found; rename it"
     pointed = _named(root)
-    if pointed is None or pointed in {each.name for each in known}:
+    if pointed is None or pointed in {checkpoint.name for checkpoint in known}:
         return None
     return f"{root / LATEST} names {pointed}, which is not there; put it back, or remove that file to go on without it"
 
@@ -151,19 +153,27 @@ def best(root: Path, direction: str) -> Path | None:
     """
     newest = latest(root)
     run = header_of(newest) if newest else None
-    found = [each for each in checkpoints(root) if run and (header := header_of(each.path)) and header.run == run.run]
-    return next((each.path for each in ranked(found, direction)), None)
+    of_run = [
+        checkpoint
+        for checkpoint in checkpoints(root)
+        if run and (header := header_of(checkpoint.path)) and header.run == run.run
+    ]
+    return next((checkpoint.path for checkpoint in ranked(of_run, direction)), None)
 
 
-def ranked(found: Iterable[FoundCheckpoint], direction: str) -> list[FoundCheckpoint]:
+def ranked(candidates: Iterable[FoundCheckpoint], direction: str) -> list[FoundCheckpoint]:
     """Those that have a metric, the best first; of equal ones the newest first.
 
     A metric that is not a number is none.
     """
     sign = -1 if direction == "max" else 1
-    metrics = {each: header.metric for each in found if (header := header_of(each.path))}
-    known = {each: sign * metric for each, metric in metrics.items() if metric is not None and not math.isnan(metric)}
-    return sorted(sorted(known, key=_order_of, reverse=True), key=lambda each: known[each])
+    metrics = {checkpoint: header.metric for checkpoint in candidates if (header := header_of(checkpoint.path))}
+    known = {
+        checkpoint: sign * metric
+        for checkpoint, metric in metrics.items()
+        if metric is not None and not math.isnan(metric)
+    }
+    return sorted(sorted(known, key=_order_of, reverse=True), key=lambda checkpoint: known[checkpoint])
 
 
 def next_commit(root: Path) -> int:
@@ -175,13 +185,13 @@ def next_commit(root: Path) -> int:
     return 1 + max(map(_commit_of, checkpoints(root)), default=0)
 
 
-def _commit_of(found: FoundCheckpoint) -> int:
-    header = header_of(found.path)
+def _commit_of(checkpoint: FoundCheckpoint) -> int:
+    header = header_of(checkpoint.path)
     return header.commit if header else 0
 
 
-def _order_of(found: FoundCheckpoint) -> tuple[int, str, int]:
-    return age_of(found) or (0, "", found.step)
+def _order_of(checkpoint: FoundCheckpoint) -> tuple[int, str, int]:
+    return age_of(checkpoint) or (0, "", checkpoint.step)
 
 
 def locate(where: Path, which: str | int = LATEST) -> Path:
@@ -199,15 +209,19 @@ def locate(where: Path, which: str | int = LATEST) -> Path:
     if not where.is_dir():
         hint = _WEIGHTS if where.suffix in _WEIGHT_FILES else "give a checkpoint, or the folder that holds checkpoints"
         raise CheckpointError(f"{where}: no such folder; {hint}")
-    found = checkpoints(where)
+    available = checkpoints(where)
     step = re.fullmatch(r"(?:step-)?(\d+)", str(which))
     if which == LATEST:
         path = latest(where)
     else:
-        meant = [each for each in found if each.name == which or (step and each.step == int(step[1]))]
+        meant = [
+            checkpoint
+            for checkpoint in available
+            if checkpoint.name == which or (step and checkpoint.step == int(step[1]))
+        ]
         path = max(meant, key=_order_of).path if meant else None  # of several runs the newest
     if path is None:
-        there = ", ".join(str(each.step) for each in found)
+        there = ", ".join(str(checkpoint.step) for checkpoint in available)
         at = f" at step {step[1].lstrip('0') or 0}" if step else "" if which == LATEST else f" named {which!r}"
         raise CheckpointError(
             f"{where}: no complete checkpoint{at}; {f'available: {there}' if there else _hint(where)}"
@@ -264,9 +278,9 @@ def _named(root: Path) -> str | None:
     return match[0] if match else None
 
 
-def age_of(found: FoundCheckpoint) -> tuple[int, str, int] | None:
+def age_of(checkpoint: FoundCheckpoint) -> tuple[int, str, int] | None:
     """Sort key: the order of commits, and of unnumbered ones the time of writing; None if the manifest cannot be
     read.
     """
-    header = header_of(found.path)
-    return None if header is None else (header.commit, header.written, found.step)
+    header = header_of(checkpoint.path)
+    return None if header is None else (header.commit, header.written, checkpoint.step)

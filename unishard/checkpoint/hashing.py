@@ -71,19 +71,19 @@ def hashes(parts: Mapping[str, Shard], device: torch.device) -> dict[str, int]:
         parts: The same names in the same order on all ranks of a group.
         device: Where this rank computes.
     """
-    found = [hash_of(part.values, part.start if part.group is not None else 0) for part in parts.values()]
+    sums = [hash_of(part.values, part.start if part.group is not None else 0) for part in parts.values()]
     across: dict[dist.ProcessGroup, list[int]] = {}
     for index, part in enumerate(parts.values()):
         if part.group is not None and dist.get_world_size(part.group) > 1:
             across.setdefault(part.group, []).append(index)
     for group, indices in across.items():
         # Sums of signed 64-bit numbers wrap, which is the sum modulo 2^64.
-        signed = [found[index] - 2**64 if found[index] >> 63 else found[index] for index in indices]
+        signed = [sums[index] - 2**64 if sums[index] >> 63 else sums[index] for index in indices]
         together = torch.tensor(signed, dtype=torch.int64, device=device)
         dist.all_reduce(together, group=group)
         for index, value in zip(indices, together.tolist(), strict=True):
-            found[index] = value & MASK
-    return dict(zip(parts, found, strict=True))
+            sums[index] = value & MASK
+    return dict(zip(parts, sums, strict=True))
 
 
 def hexadecimal(value: int) -> str:
@@ -110,5 +110,5 @@ def _sum(words: Tensor, first: int) -> int:
         plain.append(block.sum())
         weighted.append(torch.mul(block, weights_of_block[: len(block)], out=room[: len(block)]).sum())
     sums, weights = torch.stack(plain).tolist(), torch.stack(weighted).tolist()
-    total: int = sum(weights) + sum(2 * (first + at * _BLOCK) * each for at, each in enumerate(sums))
+    total: int = sum(weights) + sum(2 * (first + at * _BLOCK) * value for at, value in enumerate(sums))
     return total

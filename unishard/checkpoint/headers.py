@@ -30,8 +30,8 @@ def header_of(folder: Path) -> Header | None:
     A file that has not changed is read once per process.
     """
     try:
-        found = os.stat(folder / manifests.FILE)
-        return _read(os.fspath(folder), (found.st_ino, found.st_size, found.st_mtime_ns))
+        status = os.stat(folder / manifests.FILE)
+        return _read(os.fspath(folder), (status.st_ino, status.st_size, status.st_mtime_ns))
     except (OSError, CheckpointError):
         return None
 

@@ -1,4 +1,6 @@
-"""What one rank holds of each tensor, as arrays that are short to send, and cut into the chunks of a checkpoint."""
+"""The intervals of tensors that one rank holds: as arrays that are short to send, and cut into the chunks of a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Held(NamedTuple):
+class TensorIntervals(NamedTuple):
     """A rank's interval of each tensor, in the order in which it writes them."""
 
     tensors: tuple[StoredTensor, ...]
@@ -46,7 +48,7 @@ class Cuts(NamedTuple):
 
 
 def divided(shards: Mapping[str, LazyShard]) -> tuple[dict[str, LazyShard], dict[str, LazyShard]]:
-    """The shards of the model, its optimizer and its average, which are alike in each save, and all others.
+    """The shards of the model, its optimizer and its average, which are the same in each save, and all others.
 
     The state of a random number generator, of a loader or of the user may have another length in each save.
     """
@@ -54,17 +56,17 @@ def divided(shards: Mapping[str, LazyShard]) -> tuple[dict[str, LazyShard], dict
     return lasting, {name: shard for name, shard in shards.items() if name not in lasting}
 
 
-def held_of(shards: Mapping[str, LazyShard]) -> Held:
-    """What a rank holds."""
+def intervals_of(shards: Mapping[str, LazyShard]) -> TensorIntervals:
+    """The intervals of a rank's shards."""
     tensors = tuple(StoredTensor(name, shard.dtype, tuple(shard.shape)) for name, shard in shards.items())
     bounds = np.array([(shard.start, shard.end) for shard in shards.values()], np.int64).reshape(-1, 2)
-    return Held(tensors, bounds[:, 0], bounds[:, 1])
+    return TensorIntervals(tensors, bounds[:, 0], bounds[:, 1])
 
 
-def packed(held: Held) -> tuple[bytes, bytes]:
+def packed(intervals: TensorIntervals) -> tuple[bytes, bytes]:
     """Tensors and bounds to send. The first part is the same on all ranks that hold the same tensors."""
-    tensors = json.dumps([(name, name_of(dtype), shape) for name, dtype, shape in held.tensors])
-    bounds = np.stack([held.begins, held.ends]).astype("<i8").tobytes()
+    tensors = json.dumps([(name, name_of(dtype), shape) for name, dtype, shape in intervals.tensors])
+    bounds = np.stack([intervals.begins, intervals.ends]).astype("<i8").tobytes()
     return zlib.compress(tensors.encode(), _FAST), zlib.compress(bounds, _FAST)
 
 
@@ -75,26 +77,30 @@ def tensors_in(sent: bytes) -> tuple[StoredTensor, ...]:
     )
 
 
-def unpacked(tensors: tuple[StoredTensor, ...], bounds: bytes) -> Held:
+def unpacked(tensors: tuple[StoredTensor, ...], bounds: bytes) -> TensorIntervals:
     """What `packed` was passed."""
     begins, ends = np.frombuffer(zlib.decompress(bounds), "<i8").reshape(2, -1)
-    return Held(tensors, begins, ends)
+    return TensorIntervals(tensors, begins, ends)
 
 
-def cut(held: Held, chunk: int) -> Cuts:
+def cut(intervals: TensorIntervals, chunk: int) -> Cuts:
     """Cut intervals at multiples of a chunk, so that all ranks with the same elements cut them alike.
 
     Args:
-        held: The intervals; empty ones are left out.
+        intervals: The intervals; empty ones are left out.
         chunk: Bytes.
     """
-    lengths = np.array([max(1, chunk // tensor.dtype.itemsize) for tensor in held.tensors], np.int64)
-    before = held.begins // lengths if len(lengths) else held.begins
-    counts = np.where(held.ends > held.begins, -(-held.ends // lengths) - before, 0) if len(lengths) else held.begins
+    lengths = np.array([max(1, chunk // tensor.dtype.itemsize) for tensor in intervals.tensors], np.int64)
+    before = intervals.begins // lengths if len(lengths) else intervals.begins
+    counts = (
+        np.where(intervals.ends > intervals.begins, -(-intervals.ends // lengths) - before, 0)
+        if len(lengths)
+        else intervals.begins
+    )
     tensor = np.repeat(np.arange(len(lengths)), counts)
     place = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)  # of a cut among those of its tensor
-    begins = np.maximum((before[tensor] + place) * lengths[tensor], held.begins[tensor])
-    ends = np.minimum((before[tensor] + place + 1) * lengths[tensor], held.ends[tensor])
+    begins = np.maximum((before[tensor] + place) * lengths[tensor], intervals.begins[tensor])
+    ends = np.minimum((before[tensor] + place + 1) * lengths[tensor], intervals.ends[tensor])
     return Cuts(tensor, begins, ends)
 
 

@@ -191,21 +191,21 @@ class _Stream:
 
 
 def _without_puts(code: bytes, file: int | None) -> tuple[bytes, int | None]:
-    """Code that is referred to by nothing, and where in it the number of a file is, in 4 bytes."""
+    """Code without the opcodes that let later code refer to it, and the offset of the file's number, in 4 bytes."""
     operations = [*pickletools.genops(code + pickle.STOP)]
-    kept, slot = bytearray(), None
+    rewritten, slot = bytearray(), None
     for (operation, value, begin), (*_, end) in pairwise(operations):
         if operation.name in _GETS and value == file:
-            slot = len(kept) + 1
-            kept += pickle.LONG_BINGET + struct.pack("<I", value)
+            slot = len(rewritten) + 1
+            rewritten += pickle.LONG_BINGET + struct.pack("<I", value)
         elif operation.name not in _PUTS:
-            kept += code[begin:end]
-    return bytes(kept), slot
+            rewritten += code[begin:end]
+    return bytes(rewritten), slot
 
 
 def _around(code: bytes, text: str) -> tuple[bytes, bytes]:
-    """The code before and after that of a text: its opcode, its length, itself, and the number by which one could refer
-    to it.
+    """The code before and after that of a text, which is its opcode, its length, the text, and the number of its memo
+    entry.
     """
     place = code.index(text.encode())
     after = place + len(text)

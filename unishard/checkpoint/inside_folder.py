@@ -25,7 +25,7 @@ def file_inside(folder: Path, name: str) -> Path:
         raise OutsideFolderError(f"{name!r:.200} lies outside the folder")
     path = folder / name
     try:
-        home, found = folder.resolve(), path.resolve()
+        home, target = folder.resolve(), path.resolve()
     except (OSError, RuntimeError):  # links in a circle; opening it says so
         return path
     blobs = [
@@ -33,8 +33,8 @@ def file_inside(folder: Path, name: str) -> Path:
         for depth in range(len(home.parents))
         if home.parents[depth].name == "snapshots"
     ]
-    if not any(found.is_relative_to(root) for root in (home, *blobs)):
-        raise OutsideFolderError(f"{name!r:.200} is a link to {found}, outside the folder")
+    if not any(target.is_relative_to(root) for root in (home, *blobs)):
+        raise OutsideFolderError(f"{name!r:.200} is a link to {target}, outside the folder")
     return path
 
 

@@ -213,7 +213,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _set_aside(root: Path, stale: Lease) -> None:
-    """Remove a stale lease, but not the one of a run that was faster."""
+    """Remove a stale lease, but not that of another run that has taken it over meanwhile."""
     aside = root / f"{FILE}-{token()}{uuid4().hex[:16]}"
     with contextlib.suppress(FileNotFoundError):
         (root / FILE).rename(aside)
@@ -223,15 +223,15 @@ def _set_aside(root: Path, stale: Lease) -> None:
         aside.unlink()
 
 
-def _line(said: dict[str, object]) -> bytes:
-    return json.dumps({name: value for name, value in said.items() if name != "beats"}).encode() + b"\n"
+def _line(record: dict[str, object]) -> bytes:
+    return json.dumps({name: value for name, value in record.items() if name != "beats"}).encode() + b"\n"
 
 
 def _parsed(head: bytes, beats: str) -> Lease:
-    """A lease from its first line; one of nobody if that is something else."""
+    """A lease from its first line; a lease without an owner if that line is something else."""
     try:
-        said = json.loads(head)
-        values = {each.name: said[each.name] for each in fields(Lease) if each.name != "beats"}
+        record = json.loads(head)
+        values = {field.name: record[field.name] for field in fields(Lease) if field.name != "beats"}
     except (ValueError, KeyError, TypeError, RecursionError):
         return Lease(beats=head.hex() + beats)
     if any(type(value) is not (int if name in ("pid", "file") else str) for name, value in values.items()):
@@ -240,5 +240,9 @@ def _parsed(head: bytes, beats: str) -> Lease:
 
 
 def _shown(value: Any) -> Any:
-    """A value without what a terminal would obey."""
-    return "".join(each if each.isprintable() else "?" for each in value) if isinstance(value, str) else value
+    """A value without control characters for a terminal."""
+    return (
+        "".join(character if character.isprintable() else "?" for character in value)
+        if isinstance(value, str)
+        else value
+    )

@@ -160,16 +160,16 @@ def read(folder: Path) -> Manifest:
         manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(each) for each in first["loc"])
-        what = (where + ": " if where else "") + first["msg"].removeprefix("Value error, ")
+        where = ".".join(str(part) for part in first["loc"])
+        problem = (where + ": " if where else "") + first["msg"].removeprefix("Value error, ")
         raise CheckpointError(
-            f"{path}: {what}; the file is damaged, or was written by a later version of unishard"
+            f"{path}: {problem}; the file is damaged, or was written by a later version of unishard"
         ) from error
     last = _LAST.search(text)
-    found = f"{zlib.crc32(text[: last.start()]):08x}" if last else None
-    if manifest.crc32 not in (None, found):
+    checksum = f"{zlib.crc32(text[: last.start()]):08x}" if last else None
+    if manifest.crc32 not in (None, checksum):
         raise CheckpointError(
-            f"{path}: has CRC-32 {found} instead of {manifest.crc32}; the file is damaged; if you edited it, remove "
+            f"{path}: has CRC-32 {checksum} instead of {manifest.crc32}; the file is damaged; if you edited it, remove "
             "the entry `crc32`"
         )
     return manifest

@@ -96,19 +96,19 @@ def _optimizer(
             stored.setdefault(part[0], {})[part[1]] = facts.shape
     fitting = {}
     for name, needs in wanted.items():
-        found = stored.pop(name, {})
-        if not found:
+        state = stored.pop(name, {})
+        if not state:
             continue
-        if found.keys() == needs.tensors | needs.numbers:
+        if state.keys() == needs.tensors | needs.numbers:
             shape = model.get(PARAMETERS + name, ())
-            if all(list(found[key]) == list(shape) for key in needs.tensors):
+            if all(list(state[key]) == list(shape) for key in needs.tensors):
                 fitting[name] = needs
             else:
                 problems.append(f"{name}: its optimizer state in the checkpoint has another shape; it is reset")
             continue
-        kept, used = ", ".join(sorted(found)), ", ".join(sorted(needs.tensors | needs.numbers)) or "nothing"
+        saved, used = ", ".join(sorted(state)), ", ".join(sorted(needs.tensors | needs.numbers)) or "nothing"
         problems.append(
-            f"{name}: the checkpoint's {manifest.optimizer.class_name} kept {kept}, the current optimizer keeps {used}"
+            f"{name}: the checkpoint's {manifest.optimizer.class_name} kept {saved}, the current optimizer keeps {used}"
         )
     problems += [f"{name}: was trainable, but is not now" for name in stored]
     return fitting

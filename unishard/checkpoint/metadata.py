@@ -72,7 +72,7 @@ class _Unpickler(BoundedUnpickler):
         )
 
     def note_call(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        if any(isinstance(each, list | dict) for each in arguments):
+        if any(isinstance(argument, list | dict) for argument in arguments):
             refuse("calls a class with a list, which no tensor index does; the file may be malicious, do not open it")
 
 
@@ -92,24 +92,24 @@ def read(folder: Path) -> Metadata:
             f"{path}: {error.strerror}; this is not a torch.distributed.checkpoint directory"
         ) from error
     try:
-        found: Metadata = _Unpickler(data).load()
-        sound = isinstance(found, Metadata) and _is_sound(found, len(data))
+        index: Metadata = _Unpickler(data).load()
+        sound = isinstance(index, Metadata) and _is_sound(index, len(data))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error}); it is damaged") from error
     if not sound:
         raise CheckpointError(f"{path}: not an index of torch.distributed.checkpoint; it is damaged")
-    _require_room(folder, found)
-    return found
+    _require_room(folder, index)
+    return index
 
 
-def _require_room(folder: Path, found: Metadata) -> None:
+def _require_room(folder: Path, index: Metadata) -> None:
     """Check that the files are about as large as all records in them: those that overlap are read more than once."""
-    held: dict[str, int] = {}
-    for place in found.storage_data.values():
-        held[place.relative_path] = held.get(place.relative_path, 0) + place.length
-    for name, length in held.items():
+    indexed_bytes: dict[str, int] = {}
+    for place in index.storage_data.values():
+        indexed_bytes[place.relative_path] = indexed_bytes.get(place.relative_path, 0) + place.length
+    for name, length in indexed_bytes.items():
         try:
             size = (folder / name).stat().st_size
         except OSError:  # whoever reads it says so
@@ -120,20 +120,20 @@ def _require_room(folder: Path, found: Metadata) -> None:
             )
 
 
-def _is_sound(found: Metadata, size: int) -> bool:
+def _is_sound(index: Metadata, size: int) -> bool:
     """Whether every value has the declared type, and every box lies within its tensor.
 
     Args:
-        found: The index.
+        index: The index.
         size: Bytes of its file.
     """
     chunks = sum(
-        len(entry.chunks) for entry in found.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata)
+        len(entry.chunks) for entry in index.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata)
     )
     if chunks * _CHUNK > size:
         refuse(f"has {chunks} chunks, more than a file of {size} bytes can; the file may be malicious, do not open it")
-    entries = all(isinstance(name, str) and _is_entry(entry) for name, entry in found.state_dict_metadata.items())
-    places = all(isinstance(at, MetadataIndex) and _is_place(place) for at, place in found.storage_data.items())
+    entries = all(isinstance(name, str) and _is_entry(entry) for name, entry in index.state_dict_metadata.items())
+    places = all(isinstance(at, MetadataIndex) and _is_place(place) for at, place in index.storage_data.items())
     return entries and places
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from unishard.checkpoint import manifest, metadata, shard_index
 from unishard.checkpoint.directory import write_manifest
 from unishard.checkpoint.finding import checkpoints, is_checkpoint, locate
-from unishard.checkpoint.planning import Written
+from unishard.checkpoint.planning import SaveResult
 from unishard.checkpoint.summary import summary_of
 from unishard.checkpoint.tensor_names import OPTIMIZER, PARAMETERS, parameter_of
 from unishard.checkpoint.tensor_reader import Tensors
@@ -38,7 +38,7 @@ def _read(source: Path) -> Contents:
     notes = [f"not converted: tensors under {', '.join(left)}, which other formats cannot store"] if left else []
     notes += ["not converted: the data position"] if facts.data else []
     return Contents(
-        shards={name: verified(tensors.stretch(name), folder, name, facts.tensors.get(name)) for name in taken},
+        shards={name: verified(tensors.lazy(name), folder, name, facts.tensors.get(name)) for name in taken},
         step=facts.step,
         world_size=facts.world_size,
         optimizer=facts.optimizer,
@@ -54,18 +54,16 @@ def _read(source: Path) -> Contents:
 
 
 def _write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]:
-    written = write_tensors(folder, contents.shards, ties=contents.ties, advance=advance, single_process=True)
-    assert written is not None
-    write_manifest(folder, _manifest_of(contents, written))
+    result = write_tensors(folder, contents.shards, ties=contents.ties, advance=advance, single_process=True)
+    assert result is not None
+    write_manifest(folder, _manifest_of(contents, result))
     return ()
 
 
-def _manifest_of(contents: Contents, written: Written) -> manifest.Manifest:
-    shapes = {
-        name: stretch.shape for key, stretch in contents.shards.items() if (name := parameter_of(key)) is not None
-    }
+def _manifest_of(contents: Contents, result: SaveResult) -> manifest.Manifest:
+    shapes = {name: tensor.shape for key, tensor in contents.shards.items() if (name := parameter_of(key)) is not None}
     return manifest.Manifest(
-        **summary_of(written, contents.buffers),
+        **summary_of(result, contents.buffers),
         versions={**contents.versions, "unishard": __version__, "python": platform.python_version()},
         step=contents.step,
         world_size=contents.world_size,

@@ -23,8 +23,8 @@ Packed = tuple[bytes, bytes]
 """What a rank holds, as `holdings.packed` makes it."""
 
 
-class Result(NamedTuple):
-    """What a rank has written, in two parts: what is alike in each save, and the rest."""
+class RankResult(NamedTuple):
+    """What a rank has written, in two parts: what is the same in each save, and the rest."""
 
     file: str
     size: int
@@ -36,7 +36,7 @@ class Result(NamedTuple):
     squares: list[Any]
 
 
-class Written(NamedTuple):
+class SaveResult(NamedTuple):
     """What all ranks have written."""
 
     files: dict[str, tuple[int, int]]
@@ -83,7 +83,9 @@ class Planning:
         self.assignments[1:] = [Assignment(changing, chunk)]
         return list(zip(first, self.assignments[1].masks, strict=True))
 
-    def finish(self, folder: Path, ties: Mapping[str, str], ranks: Sequence[Result], *, own_index: bool) -> Written:
+    def finish(
+        self, folder: Path, ties: Mapping[str, str], ranks: Sequence[RankResult], *, own_index: bool
+    ) -> SaveResult:
         """Write the indexes of a save, once all ranks have written their shards.
 
         Args:
@@ -96,24 +98,27 @@ class Planning:
             OSError: An index could not be written.
             ValueError: A rank has written another number of records.
         """
-        lasting, changing = ([each.lengths[part] for each in ranks] for part in (0, 1))
-        lasting = [self._lengths[rank] if own is None else own for rank, own in enumerate(lasting)]
+        lasting, changing = ([result.lengths[part] for result in ranks] for part in (0, 1))
+        lasting = [self._lengths[rank] if counts is None else counts for rank, counts in enumerate(lasting)]
         first, second = self.assignments
-        tables = [first.places(lasting, [0] * len(ranks)), second.places(changing, [int(own.sum()) for own in lasting])]
+        tables = [
+            first.places(lasting, [0] * len(ranks)),
+            second.places(changing, [int(counts.sum()) for counts in lasting]),
+        ]
         self._lengths = self._lengths or lasting
         entries = [(tensor.name, number, places) for places in tables for number, tensor in enumerate(places.tensors)]
         stored = {name: (number, places) for name, number, places in entries}
         entries += [(alias, *stored[name]) for alias, name in ties.items()]
-        files = {each.file: (each.size, each.crc) for each in ranks}
+        files = {result.file: (result.size, result.crc) for result in ranks}
         files |= _put_indexes(folder, entries, [*files], own_index=own_index)
         hashes, squares = _sums(self.assignments, ranks)
         hashes |= {alias: hashes[name] for alias, name in ties.items()}
         kinds = {name: places.tensors[number] for name, number, places in entries}
         shapes, dtypes = (
-            {name: each.shape for name, each in kinds.items()},
-            {name: name_of(each.dtype) for name, each in kinds.items()},
+            {name: tensor.shape for name, tensor in kinds.items()},
+            {name: name_of(tensor.dtype) for name, tensor in kinds.items()},
         )
-        return Written(files, hashes, squares, shapes, dtypes)
+        return SaveResult(files, hashes, squares, shapes, dtypes)
 
 
 def _put_indexes(
@@ -144,7 +149,7 @@ def _put_indexes(
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """Its path where torch rebuilds nested dictionaries from the directory: names of parameters contain dots
+    """The path of an entry, from which torch rebuilds nested dictionaries; names of parameters contain dots
     themselves.
     """
     if part := tensor_names.optimizer_part(name):
@@ -153,20 +158,18 @@ def _path(name: str) -> tuple[str, ...]:
     return (head, rest)
 
 
-def _sums(assignments: Sequence[Assignment], ranks: Sequence[Result]) -> tuple[dict[str, int], dict[str, float]]:
-    """The hash of each tensor, and the sum of squares of each of floating-point numbers, from those of the ranks'
-    shards.
-    """
+def _sums(assignments: Sequence[Assignment], ranks: Sequence[RankResult]) -> tuple[dict[str, int], dict[str, float]]:
+    """The hash of each tensor, and the sum of squares of each floating-point tensor, added up over all ranks."""
     hashes: dict[str, int] = {}
     squares: dict[str, float] = {}
     for part, assignment in enumerate(assignments):
         tensors = assignment.tensors
         both = (
-            assignment.added([each.hashes[part] for each in ranks]),
-            assignment.added([each.squares[part] for each in ranks]),
+            assignment.added([result.hashes[part] for result in ranks]),
+            assignment.added([result.squares[part] for result in ranks]),
         )
-        hashes |= {each.name: value for each, value in zip(tensors, both[0], strict=True)}
+        hashes |= {tensor.name: value for tensor, value in zip(tensors, both[0], strict=True)}
         squares |= {
-            each.name: value for each, value in zip(tensors, both[1], strict=True) if each.dtype.is_floating_point
+            tensor.name: value for tensor, value in zip(tensors, both[1], strict=True) if tensor.dtype.is_floating_point
         }
     return hashes, squares

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from unishard.checkpoint.planning import Packed, Planning, Result, Written
+from unishard.checkpoint.planning import Packed, Planning, RankResult, SaveResult
 
 _START = """
 import os, signal, sys
@@ -97,7 +97,9 @@ class PlanningProcess:
         """See `Planning`. Raises ChildProcessError if the child ends meanwhile."""
         return self._ask("plan", chunk, everyone)  # type: ignore[no-any-return]
 
-    def finish(self, folder: Path, ties: Mapping[str, str], ranks: Sequence[Result], *, own_index: bool) -> Written:
+    def finish(
+        self, folder: Path, ties: Mapping[str, str], ranks: Sequence[RankResult], *, own_index: bool
+    ) -> SaveResult:
         """See `Planning`. Raises ChildProcessError if the child ends meanwhile."""
         return self._ask("finish", folder.absolute(), ties, ranks, own_index=own_index)  # type: ignore[no-any-return]
 

@@ -25,7 +25,7 @@ def envelope_of(values: Tensor) -> tuple[bytes, bytes]:
 
 
 def is_ours(record: IO[bytes], dtype: torch.dtype, shape: Sequence[int]) -> bool:
-    """Whether a record is one of a tensor as this version of torch writes it here, but for the data.
+    """Whether a record is what this version of torch writes for a tensor, except for the data.
 
     Args:
         record: The record; afterwards at its beginning.
@@ -33,12 +33,14 @@ def is_ours(record: IO[bytes], dtype: torch.dtype, shape: Sequence[int]) -> bool
         shape: Of the tensor.
     """
     before, after = _envelope(dtype, torch.Size(shape))
-    found = record.read(len(before)) == before
+    matches = record.read(len(before)) == before
     size = record.seek(0, 2)
     record.seek(max(0, size - len(after)))
-    found = found and record.read() == after and size == len(before) + math.prod(shape) * dtype.itemsize + len(after)
+    matches = (
+        matches and record.read() == after and size == len(before) + math.prod(shape) * dtype.itemsize + len(after)
+    )
     record.seek(0)
-    return found
+    return matches
 
 
 @lru_cache(maxsize=4096)

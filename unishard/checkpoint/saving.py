@@ -16,7 +16,7 @@ from unishard.checkpoint import directory, finding, ownership, shared_folder
 from unishard.checkpoint.disk import fsync
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.plan_cache import PlanCache
-from unishard.checkpoint.planning import Written
+from unishard.checkpoint.planning import SaveResult
 from unishard.checkpoint.summary import summary_of
 from unishard.checkpoint.writing import write
 from unishard.distributed.interrupts import is_shared
@@ -89,14 +89,14 @@ def save(
     temporary = on_first(group, lambda: directory.begin(root, snapshot.step, beside))
     try:
         shared_folder.require_shared(temporary, ranks_of(group), root, "checkpoint.dir")
-        written = write(temporary, snapshot.shards, ties=snapshot.ties, group=group, advance=advance, cache=cache)
+        result = write(temporary, snapshot.shards, ties=snapshot.ties, group=group, advance=advance, cache=cache)
 
         def finish() -> Path:
-            assert written is not None
+            assert result is not None
             shared_folder.unmark(temporary)
-            shared_folder.require_complete(temporary, written.files)
+            shared_folder.require_complete(temporary, result.files)
             files = _write_assets(temporary, snapshot.assets)
-            directory.write_manifest(temporary, _manifest(snapshot, written, files, finding.next_commit(root)))
+            directory.write_manifest(temporary, _manifest(snapshot, result, files, finding.next_commit(root)))
             ownership.confirm(root)  # a save may take long
             complete = directory.commit(temporary, root, snapshot.step, beside)
             last, every, keep_best, best = retention
@@ -148,8 +148,8 @@ def _write_assets(folder: Path, assets: Mapping[str, bytes]) -> dict[str, tuple[
     return {name: (len(data), zlib.crc32(data)) for name, data in assets.items()}
 
 
-def _manifest(snapshot: Snapshot, written: Written, assets: Mapping[str, tuple[int, int]], commit: int) -> Manifest:
-    facts = summary_of(written._replace(files={**written.files, **assets}), snapshot.facts["buffers"])
+def _manifest(snapshot: Snapshot, result: SaveResult, assets: Mapping[str, tuple[int, int]], commit: int) -> Manifest:
+    facts = summary_of(result._replace(files={**result.files, **assets}), snapshot.facts["buffers"])
     _logger.info(
         "saved step %d: %s",
         snapshot.step,

@@ -1,5 +1,5 @@
-"""An index of a checkpoint of which each rank reads only what it needs: a table of fixed rows, beside the pickle that
-torch reads.
+"""A second index of a checkpoint, beside the pickle that torch reads: a table of rows of fixed size, of which each rank
+reads only what it needs.
 
     format                        the 17 bytes of `unishard-index-1` and a line feed
     length of the header          8 bytes, little-endian
@@ -55,7 +55,7 @@ class _Header(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     metadata: int
-    """Size of torch's index, with which this one belongs together."""
+    """Size of torch's index that this one belongs to."""
     files: list[str]
     tensors: dict[str, _Tensor]
 
@@ -71,13 +71,13 @@ def bytes_of(
         files: The files that the second number of a row counts.
         size: Size of torch's index in the same directory.
     """
-    held, tables, begin = {}, [], 0
+    described, tables, begin = {}, [], 0
     for name, (dtype, shape) in tensors.items():
         table = np.asarray(rows[name], dtype="<i8").reshape(-1, 4)
         tables.append(table[np.argsort(table[:, 0], kind="stable")])
-        held[name] = _Tensor.model_construct(dtype=name_of(dtype), shape=list(shape), row=begin, rows=len(table))
+        described[name] = _Tensor.model_construct(dtype=name_of(dtype), shape=list(shape), row=begin, rows=len(table))
         begin += len(table)
-    header = _Header.model_construct(metadata=size, files=files, tensors=held).model_dump_json().encode()
+    header = _Header.model_construct(metadata=size, files=files, tensors=described).model_dump_json().encode()
     header += b" " * (-(len(_MAGIC) + _NUMBER.size + len(header)) % _ROW.size)  # rows begin at a multiple of their size
     return b"".join([_MAGIC, _NUMBER.pack(len(header)), header, *(table.tobytes() for table in tables)])
 
@@ -105,8 +105,8 @@ def open_index(folder: Path) -> ShardIndex | None:
             header = _Header.model_validate_json(rows[begin : begin + length])
             index = ShardIndex(path, header, rows, begin + length)
         except (ValueError, struct.error, OSError, TypeError) as error:
-            what = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-            raise CheckpointError(f"{path}: cannot be read ({what}); it is damaged") from error
+            problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+            raise CheckpointError(f"{path}: cannot be read ({problem}); it is damaged") from error
     return index if _size_of(folder / metadata.FILE) == header.metadata else None
 
 
@@ -118,7 +118,7 @@ def _size_of(path: Path) -> int:
 
 
 class ShardIndex:
-    """The rows of all tensors, in a file. Only those that are asked for are read."""
+    """The rows of all tensors, in a file. Only the rows that a tensor needs are read."""
 
     def __init__(self, path: Path, header: _Header, rows: mmap.mmap, begin: int) -> None:
         """Open the rows.
@@ -127,11 +127,11 @@ class ShardIndex:
             ValueError: They are fewer than the header says, or a value is none.
         """
         self._path, self._header, self._rows, self._begin = path, header, rows, begin
-        self.shapes = {name: torch.Size(each.shape) for name, each in header.tensors.items()}
-        self.dtypes = {name: dtype_named(each.dtype) for name, each in header.tensors.items()}
+        self.shapes = {name: torch.Size(entry.shape) for name, entry in header.tensors.items()}
+        self.dtypes = {name: dtype_named(entry.dtype) for name, entry in header.tensors.items()}
         self.looked_at = 0
         """Rows that were read."""
-        last = max((each.row + each.rows for each in header.tensors.values()), default=0)
+        last = max((entry.row + entry.rows for entry in header.tensors.values()), default=0)
         if begin + last * _ROW.size > len(rows):
             raise ValueError("it is truncated")
         if any(Path(name).name != name or not name.isprintable() for name in header.files):
@@ -141,7 +141,7 @@ class ShardIndex:
         if (
             not dist.is_initialized() or dist.get_rank() == 0
         ):  # a file system has enough to do with the look of one rank
-            room = sum(each.stat().st_size for each in path.parent.iterdir() if each.is_file())
+            room = sum(entry.stat().st_size for entry in path.parent.iterdir() if entry.is_file())
             if (
                 sum(shape.numel() * self.dtypes[name].itemsize for name, shape in self.shapes.items())
                 > MOST_NAMES * room
@@ -156,21 +156,21 @@ class ShardIndex:
 
     def chunks(self, name: str, begin: int, end: int) -> Iterator[Chunk]:
         """See `ChunkTable`."""
-        each, shape = self._header.tensors[name], self.shapes[name]
-        numbers = range(each.row, each.row + each.rows)
+        entry, shape = self._header.tensors[name], self.shapes[name]
+        numbers = range(entry.row, entry.row + entry.rows)
         at = max(bisect_right(numbers, begin, key=lambda number: self.row(number)[0]) - 1, 0)
         row: tuple[int, int, int, int] | None = self.row(numbers[at])
         while row is not None and row[0] < end:
-            following = self.row(numbers[at + 1]) if at + 1 < each.rows else None
+            following = self.row(numbers[at + 1]) if at + 1 < entry.rows else None
             yield self._chunk(name, shape, row, shape.numel() if following is None else following[0])
             at, row = at + 1, following
 
     def _chunk(self, name: str, shape: torch.Size, row: tuple[int, int, int, int], end: int) -> Chunk:
         first, file, at, length = row
-        found = list(boxes(shape, first, end)) if 0 <= first < end <= shape.numel() else []
-        if len(found) != 1 or not 0 <= file < len(self._header.files) or min(at, length) < 0:
+        chunk_boxes = list(boxes(shape, first, end)) if 0 <= first < end <= shape.numel() else []
+        if len(chunk_boxes) != 1 or not 0 <= file < len(self._header.files) or min(at, length) < 0:
             raise CheckpointError(
                 f"{self._path}: {name} has a row that cannot be; it is damaged, use another checkpoint"
             )
-        offsets, sizes = found[0]
+        offsets, sizes = chunk_boxes[0]
         return Chunk(name, tuple(shape), offsets, sizes, self._header.files[file], at, length)

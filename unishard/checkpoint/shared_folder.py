@@ -90,23 +90,23 @@ def _mark(folder: Path) -> str:
 
 def _problem(folder: Path, token: str) -> str | None:
     try:
-        found = (folder / _TOKEN).read_text(encoding="ascii", errors="replace")
+        content = (folder / _TOKEN).read_text(encoding="ascii", errors="replace")
     except OSError as error:
         return error.strerror or str(error)
-    return None if found == token else "another file"
+    return None if content == token else "another file"
 
 
 def _difference(path: Path, size: int) -> str | None:
     try:
-        found = os.stat(path).st_size
+        found_size = os.stat(path).st_size
     except OSError as error:
         return f"cannot be found ({error.strerror})"
-    return None if found == size else f"has {found} bytes instead of {size}"
+    return None if found_size == size else f"has {found_size} bytes instead of {size}"
 
 
 def _waited_for(problem: Callable[[], str | None]) -> str | None:
-    """What is still wrong after a while; None once nothing is."""
+    """The problem that remains after a while; None as soon as there is none."""
     end = time.monotonic() + _PATIENCE
-    while (found := problem()) is not None and time.monotonic() < end:
+    while (remaining := problem()) is not None and time.monotonic() < end:
         time.sleep(0.05)
-    return found
+    return remaining

@@ -10,35 +10,35 @@ from typing import Any
 from unishard.checkpoint import tensor_names
 from unishard.checkpoint.hashing import hexadecimal
 from unishard.checkpoint.manifest import FileFacts, TensorFacts
-from unishard.checkpoint.planning import Written
+from unishard.checkpoint.planning import SaveResult
 
 
-def summary_of(written: Written, buffers: Collection[str]) -> dict[str, Any]:
+def summary_of(result: SaveResult, buffers: Collection[str]) -> dict[str, Any]:
     """The fields of a manifest that are known only after writing.
 
     Args:
-        written: By all ranks.
+        result: Of all ranks.
         buffers: Names of the model's tensors that are not parameters.
     """
     return {
         "written": datetime.now(UTC).isoformat(timespec="microseconds"),
-        "norms": _norms(written, buffers),
+        "norms": _norms(result, buffers),
         "files": {
-            name: FileFacts(bytes=size, crc32=f"{crc:08x}") for name, (size, crc) in sorted(written.files.items())
+            name: FileFacts(bytes=size, crc32=f"{crc:08x}") for name, (size, crc) in sorted(result.files.items())
         },
         "tensors": {
-            name: TensorFacts(shape=list(shape), dtype=written.dtypes[name], hash=hexadecimal(written.hashes[name]))
-            for name, shape in sorted(written.shapes.items())
+            name: TensorFacts(shape=list(shape), dtype=result.dtypes[name], hash=hexadecimal(result.hashes[name]))
+            for name, shape in sorted(result.shapes.items())
         },
     }
 
 
-def _norms(written: Written, buffers: Collection[str]) -> dict[str, float]:
+def _norms(result: SaveResult, buffers: Collection[str]) -> dict[str, float]:
     """L2 norm of all parameters, and of each kind of optimizer state with a parameter's shape."""
     squares: dict[str, float] = {}
-    for name, square in written.squares.items():
+    for name, square in result.squares.items():
         parameter, part = tensor_names.parameter_of(name), tensor_names.optimizer_part(name)
-        if part is not None and written.shapes[name] == written.shapes.get(tensor_names.PARAMETERS + part[0]):
+        if part is not None and result.shapes[name] == result.shapes.get(tensor_names.PARAMETERS + part[0]):
             squares[part[1]] = squares.get(part[1], 0.0) + square
         elif parameter is not None and parameter not in buffers:
             squares["parameters"] = squares.get("parameters", 0.0) + square

@@ -63,8 +63,8 @@ class Tensors:
     def __iter__(self) -> Iterator[str]:
         return iter(self.shapes)
 
-    def stretch(self, name: str) -> LazyShard:
-        """A full tensor, read on demand.
+    def lazy(self, name: str) -> LazyShard:
+        """A full tensor that is read on demand.
 
         Raises:
             CheckpointError: There is no such tensor.
@@ -83,8 +83,8 @@ class Tensors:
 
     def full(self, name: str) -> Tensor:
         """A full tensor in host memory."""
-        stretch = self.stretch(name)
-        return stretch.read(0, stretch.end).view(stretch.shape)
+        tensor = self.lazy(name)
+        return tensor.read(0, tensor.end).view(tensor.shape)
 
     def require(self, name: str, shape: Sequence[int], begin: int, end: int) -> None:
         """Check that a part of a tensor can be read, by the index and the sizes of the files; reads no element.
@@ -105,13 +105,13 @@ class Tensors:
                 "checkpoint is damaged"
             )
         target = ReadRequest(name, begin, torch.empty(end - begin, device="meta"))
-        found = 0
+        available = 0
         for chunk in self._table.chunks(name, begin, end):
             if chunk.file not in self._sizes:
                 self._open(chunk).close()
             self._require_room(chunk)
-            found += sum(length for *_, length in _common(chunk, target))
-        if found != end - begin:
+            available += sum(length for *_, length in _common(chunk, target))
+        if available != end - begin:
             raise CheckpointError(f"{self.folder}: {name} is incomplete; use another checkpoint")
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ class Tensors:
                 raise CheckpointError(f"{self.folder}: {target.name} is incomplete; use another checkpoint")
         opened: tuple[str, IO[bytes]] | None = None
         try:
-            for chunk in sorted(wanted, key=lambda each: (each.file, each.at)):
+            for chunk in sorted(wanted, key=lambda chunk: (chunk.file, chunk.at)):
                 if opened is None or opened[0] != chunk.file:
                     if opened is not None:
                         opened[1].close()

@@ -69,11 +69,11 @@ def require_sound(folder: Path, manifest: Manifest, names: Iterable[str], advanc
         )
 
 
-def verified(stretch: LazyShard, folder: Path, name: str, facts: TensorFacts | None) -> LazyShard:
+def verified(tensor: LazyShard, folder: Path, name: str, facts: TensorFacts | None) -> LazyShard:
     """A tensor that is verified against its hash once all elements have been read, each once, in any order.
 
     Args:
-        stretch: The tensor.
+        tensor: The tensor.
         folder: The checkpoint directory, for messages.
         name: The tensor's name.
         facts: What the manifest says of it.
@@ -81,7 +81,7 @@ def verified(stretch: LazyShard, folder: Path, name: str, facts: TensorFacts | N
     Raises:
         CheckpointError: Its shape or dtype is not that in the manifest; while it is read, its hash.
     """
-    if facts is None or (list(stretch.shape), name_of(stretch.dtype)) != (facts.shape, facts.dtype):
+    if facts is None or (list(tensor.shape), name_of(tensor.dtype)) != (facts.shape, facts.dtype):
         raise CheckpointError(
             f"{folder}: {name} is not what the manifest says; run `unishard checkpoint verify --bits {folder}`"
         )
@@ -89,16 +89,16 @@ def verified(stretch: LazyShard, folder: Path, name: str, facts: TensorFacts | N
 
     def read(begin: int, end: int) -> torch.Tensor:
         nonlocal seen, so_far
-        values = stretch.read(begin, end)
-        if seen < stretch.end:
+        values = tensor.read(begin, end)
+        if seen < tensor.end:
             seen, so_far = seen + end - begin, (so_far + hash_of(values, begin)) & MASK
-            if seen == stretch.end and hexadecimal(so_far) != facts.hash:
+            if seen == tensor.end and hexadecimal(so_far) != facts.hash:
                 raise CheckpointError(
                     f"{folder}: {name} is damaged: its hash differs from the manifest; use another checkpoint"
                 )
         return values
 
-    return stretch._replace(read=read)
+    return tensor._replace(read=read)
 
 
 def hashes_of(folder: Path, manifest: Manifest, advance: Advance = lambda read: None) -> list[str]:
@@ -129,10 +129,10 @@ def blocks_of(tensors: Tensors, name: str) -> Iterator[tuple[int, torch.Tensor]]
     Raises:
         CheckpointError: There is no such tensor, or a file is missing or damaged.
     """
-    stretch = tensors.stretch(name)
-    length = max(1, CHUNK // stretch.dtype.itemsize)  # the chunk length used for writing
-    for begin in range(0, stretch.end, length):
-        yield begin, stretch.read(begin, min(begin + length, stretch.end))
+    tensor = tensors.lazy(name)
+    length = max(1, CHUNK // tensor.dtype.itemsize)  # the chunk length used for writing
+    for begin in range(0, tensor.end, length):
+        yield begin, tensor.read(begin, min(begin + length, tensor.end))
 
 
 def _problem(folder: Path, name: str, facts: FileFacts | None, advance: Advance) -> str | None:
@@ -181,8 +181,8 @@ def _difference(tensors: Tensors, name: str, facts: TensorFacts, advance: Advanc
             advance(values.nbytes)
     except CheckpointError as error:
         return f"cannot be read: {error}"
-    found = hexadecimal(total)
-    return None if found == facts.hash else f"has hash {found} instead of {facts.hash}"
+    digest = hexadecimal(total)
+    return None if digest == facts.hash else f"has hash {digest} instead of {facts.hash}"
 
 
 """Called with the number of further bytes read."""

@@ -29,10 +29,10 @@ from torch.futures import Future
 from unishard.checkpoint import tensor_names
 from unishard.checkpoint.direct_file import BUFFER, DirectFile
 from unishard.checkpoint.hashing import MASK, hash_of
-from unishard.checkpoint.holdings import Held, cut, divided, held_of, packed
+from unishard.checkpoint.holdings import TensorIntervals, cut, divided, intervals_of, packed
 from unishard.checkpoint.intervals import boxes
 from unishard.checkpoint.plan_cache import PlanCache
-from unishard.checkpoint.planning import Result, Written
+from unishard.checkpoint.planning import RankResult, SaveResult
 from unishard.checkpoint.records import envelope_of
 from unishard.distributed.interrupts import share
 from unishard.distributed.lazy_shards import LazyShard
@@ -56,7 +56,7 @@ def write(
     own_index: bool = True,
     cache: PlanCache | None = None,
     single_process: bool = False,
-) -> Written | None:
+) -> SaveResult | None:
     """Write a directory. Collective if torch.distributed is initialized, unless `single_process` is set.
 
     Args:
@@ -96,16 +96,16 @@ def write(
         planner.cache.forget()
         raise
     planner.remember()
-    return writer.written
+    return writer.result
 
 
 def _raise_own_interrupt(error: BaseException, rank: int) -> None:
     """Raise this rank's KeyboardInterrupt or SystemExit, which torch reports as a failure to write (torch 2.13,
     checkpoint/utils.py).
     """
-    own, _ = error.failures.get(rank, (None, None)) if isinstance(error, CheckpointException) else (None, None)
-    if own is not None and not isinstance(own, Exception):
-        raise share(own) from None
+    cause, _ = error.failures.get(rank, (None, None)) if isinstance(error, CheckpointException) else (None, None)
+    if cause is not None and not isinstance(cause, Exception):
+        raise share(cause) from None
 
 
 def _cause(error: BaseException) -> str:
@@ -118,13 +118,13 @@ def _cause(error: BaseException) -> str:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans the intervals that ranks hold, and not each chunk of them, unless the save before has planned the same."""
+    """Plans whole intervals instead of their chunks, and only if they differ from those of the save before."""
 
     def __init__(self, shards: Mapping[str, LazyShard], cache: PlanCache) -> None:
         super().__init__()
         self.shards = shards
-        self.held = [held_of(part) for part in divided(shards)]
-        self._packed = [packed(each) for each in self.held]
+        self.intervals = [intervals_of(part) for part in divided(shards)]
+        self._packed = [packed(intervals) for intervals in self.intervals]
         self.key = (CHUNK, self._packed[0])
         self.reuses = False
         self.cache = cache
@@ -135,7 +135,7 @@ class _Planner(DefaultSavePlanner):
     @property
     def cuts(self) -> int:
         """How many chunks this rank holds."""
-        return sum(len(cut(held, CHUNK).tensor) for held in self.held)
+        return sum(len(cut(intervals, CHUNK).tensor) for intervals in self.intervals)
 
     def create_local_plan(self) -> SavePlan:
         lasting, changing = self._packed
@@ -144,7 +144,7 @@ class _Planner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         masks = self.cache.planning.plan(CHUNK, [plan.planner_data for plan in all_plans])
         return [
-            dataclasses.replace(plan, planner_data=own) for plan, own in zip(all_plans, masks, strict=True)
+            dataclasses.replace(plan, planner_data=mask) for plan, mask in zip(all_plans, masks, strict=True)
         ], Metadata({})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -165,7 +165,7 @@ class _Writer(FileSystemWriter):
         self, folder: Path, ties: Mapping[str, str], advance: Advance, planner: _Planner, *, own_index: bool
     ) -> None:
         super().__init__(folder, overwrite=False)
-        self.written: Written | None = None
+        self.result: SaveResult | None = None
         """On rank 0, once all is written."""
         self._ties = {tensor_names.PARAMETERS + alias: tensor_names.PARAMETERS + name for alias, name in ties.items()}
         self._planner = planner
@@ -178,27 +178,30 @@ class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: Any) -> Future[Any]:
         name = f"{plan.storage_data.prefix}0.distcp"
         with DirectFile(Path(self.path) / name) as file:
-            parts = [self._put_part(file, held, mask) for held, mask in zip(planner.held, planner.masks, strict=True)]
+            parts = [
+                self._put_part(file, intervals, mask)
+                for intervals, mask in zip(planner.intervals, planner.masks, strict=True)
+            ]
         planner.lengths = lengths = [part[0] for part in parts]
         if planner.reuses and np.array_equal(lengths[0], planner.cache.lengths):
             lengths = [None, lengths[1]]
         future: Future[Any] = Future()
         future.set_result(
-            [Result(name, file.size, file.crc, lengths, [part[1] for part in parts], [part[2] for part in parts])]
+            [RankResult(name, file.size, file.crc, lengths, [part[1] for part in parts], [part[2] for part in parts])]
         )
         return future
 
-    def _put_part(self, file: DirectFile, held: Held, mask: bytes) -> tuple[Any, Any, Any]:
-        """Write what this rank is to write of some tensors: the lengths of its records, and hash and squares of each
+    def _put_part(self, file: DirectFile, intervals: TensorIntervals, mask: bytes) -> tuple[Any, Any, Any]:
+        """Write the cuts in the mask. Returns the lengths of the records, and the hash and the sum of squares of each
         tensor.
         """
-        cuts, lengths = cut(held, CHUNK), []
-        hashes, squares = [0] * len(held.tensors), [0.0] * len(held.tensors)
+        cuts, lengths = cut(intervals, CHUNK), []
+        hashes, squares = [0] * len(intervals.tensors), [0.0] * len(intervals.tensors)
         mine = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(cuts.tensor)).astype(bool)
         for number, begin, end in zip(*(column[mine].tolist() for column in cuts), strict=True):
-            stretch = self._planner.shards[held.tensors[number].name]
-            for _, sizes in boxes(stretch.shape, begin, end):
-                values, before = stretch.read(begin, begin + math.prod(sizes)).view(sizes).detach().cpu(), file.size
+            shard = self._planner.shards[intervals.tensors[number].name]
+            for _, sizes in boxes(shard.shape, begin, end):
+                values, before = shard.read(begin, begin + math.prod(sizes)).view(sizes).detach().cpu(), file.size
                 for block, start in self._put(file, values, begin):
                     hashes[number] = (hashes[number] + hash_of(block, start)) & MASK
                     if block.is_floating_point():
@@ -220,6 +223,6 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         planning = self._planner.cache.planning
-        self.written = planning.finish(
-            Path(self.path), self._ties, [own for (own,) in results], own_index=self._own_index
+        self.result = planning.finish(
+            Path(self.path), self._ties, [result for (result,) in results], own_index=self._own_index
         )

@@ -109,8 +109,8 @@ def _message(error: UnishardError | OSError | ModuleNotFoundError, command: str)
         return str(error)
     if isinstance(error, ModuleNotFoundError):
         known = error.name in _OPTIONAL
-        what = f"unishard {command} needs {error.name}, which is not installed; pip install {error.name}"
-        return what if known else None
+        problem = f"unishard {command} needs {error.name}, which is not installed; pip install {error.name}"
+        return problem if known else None
     if isinstance(error, BrokenPipeError):
         return ""
     if error.filename is not None:

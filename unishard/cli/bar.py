@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on stderr, if that is a terminal, and remove it at the end.
 
     Args:
-        what: Label.
+        label: Label.
         total: Total bytes.
 
     Yields:
@@ -32,5 +32,5 @@ def bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as progress:
-        task = progress.add_task(what, total=total)
+        task = progress.add_task(label, total=total)
         yield lambda done: progress.advance(task, done)

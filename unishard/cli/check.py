@@ -42,7 +42,7 @@ def check(
     except ConfigError as error:
         if not as_json:
             raise
-        problems = [{"path": each.path, "what": each.what, "where": each.where} for each in error.problems]
+        problems = [{"path": problem.path, "what": problem.what, "where": problem.where} for problem in error.problems]
         emit(json.dumps({"file": str(config), "ok": False, "problems": problems, "notes": []}, indent=2))
         raise typer.Exit(1) from None
     if as_json:

@@ -63,17 +63,17 @@ def list_(
             f"{root}: is a single checkpoint; name its parent directory, or run `unishard checkpoint inspect`"
         )
     latest = finding.latest(root)
-    found = [listed(each.path, each.step, latest) for each in finding.checkpoints(root)]
-    found += [left_over(root / name) for name in finding.incomplete(root)]
+    entries = [listed(checkpoint.path, checkpoint.step, latest) for checkpoint in finding.checkpoints(root)]
+    entries += [left_over(root / name) for name in finding.incomplete(root)]
     if as_json:
-        emit(json.dumps(found, indent=2))
-    elif not found:
+        emit(json.dumps(entries, indent=2))
+    elif not entries:
         echo(f"no checkpoints in {root}")
     else:
-        more = [name for name in ("run", "metric") if is_shown(name, found)]
+        more = [name for name in ("run", "metric") if is_shown(name, entries)]
         table(
             ("step", "written", "ranks", "backend", "strategy", *more, "size", "state"),
-            [row(each, more) for each in found],
+            [row(checkpoint, more) for checkpoint in entries],
         )
 
 
@@ -154,11 +154,11 @@ def diff(
 
     folders = finding.locate(a), finding.locate(b)
     with bar("tensors", comparing.to_read(*folders)) as advance:
-        found = comparing.compare(*folders, advance)
-    if not any((found.facts, found.only_a, found.only_b, found.forms, found.values)):
-        echo(f"equal: {count_of(found.tensors, 'tensor')}, and all metadata")
+        comparison = comparing.compare(*folders, advance)
+    if not any((comparison.facts, comparison.only_a, comparison.only_b, comparison.forms, comparison.values)):
+        echo(f"equal: {count_of(comparison.tensors, 'tensor')}, and all metadata")
         return
-    show_comparison(found)
+    show_comparison(comparison)
     raise typer.Exit(FOUND)
 
 

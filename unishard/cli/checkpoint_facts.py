@@ -138,9 +138,9 @@ def kinds_of(manifest: Manifest) -> list[TensorKind]:
         TensorKind(
             name,
             len(facts),
-            sum(math.prod(each.shape) for each in facts),
+            sum(math.prod(tensor.shape) for tensor in facts),
             sum(map(bytes_of, facts)),
-            sorted({each.dtype for each in facts}),
+            sorted({tensor.dtype for tensor in facts}),
             manifest.norms.get(name),
         )
         for name, facts in kinds.items()

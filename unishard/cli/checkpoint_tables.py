@@ -46,14 +46,14 @@ def listed(path: Path, step: int, latest: Path | None) -> dict[str, Any]:
     return entry | {"run": facts.run, "metric": facts.metric}
 
 
-def is_shown(column: str, found: Sequence[dict[str, Any]]) -> bool:
-    """Whether a column tells something: a metric, and the run where there are several."""
-    values = {entry.get(column) for entry in found if entry["state"] == "complete"}
+def is_shown(column: str, entries: Sequence[dict[str, Any]]) -> bool:
+    """Whether a column is useful: that of a metric if there is one, that of the run if there are several."""
+    values = {entry.get(column) for entry in entries if entry["state"] == "complete"}
     return len(values) > 1 if column == "run" else bool(values - {None})
 
 
 def left_over(path: Path) -> dict[str, Any]:
-    """What is no complete checkpoint, as such an object."""
+    """An incomplete checkpoint, as the same kind of object."""
     from unishard.cli.checkpoint_facts import size_of
 
     step = re.search(r"step-(\d+)", path.name)
@@ -67,7 +67,7 @@ def left_over(path: Path) -> dict[str, Any]:
 
 
 def row(entry: dict[str, Any], more: Sequence[str]) -> tuple[str, ...]:
-    """Such an object as the row of a table."""
+    """The object of a checkpoint as a row of a table."""
     from unishard.cli.checkpoint_facts import local, size
 
     state = entry["state"] + (", latest" if entry["latest"] else "")
@@ -77,19 +77,19 @@ def row(entry: dict[str, Any], more: Sequence[str]) -> tuple[str, ...]:
         "" if entry.get(name) is None else str(entry[name]) for name in ("step", "world_size", "backend", "strategy")
     )
     step, ranks, backend, strategy = cells
-    own = [f"{value:.6g}" if isinstance(value := entry.get(name), float) else value or "" for name in more]
-    return step, local(entry.get("written", "")), ranks, backend, strategy, *own, size(entry["bytes"]), state
+    extra = [f"{value:.6g}" if isinstance(value := entry.get(name), float) else value or "" for name in more]
+    return step, local(entry.get("written", "")), ranks, backend, strategy, *extra, size(entry["bytes"]), state
 
 
 def object_of(folder: Path, facts: Manifest, tensors: bool) -> dict[str, Any]:
     """A checkpoint, as the object of `unishard checkpoint inspect --json`."""
     from unishard.cli.checkpoint_facts import kinds_of, size_of
 
-    said = plain(facts.model_dump(exclude={"crc32"} if tensors else {"crc32", "files", "tensors"}))
+    manifest_values = plain(facts.model_dump(exclude={"crc32"} if tensors else {"crc32", "files", "tensors"}))
     return {
         "path": str(folder),
         "bytes": size_of(folder),
-        **said,
+        **manifest_values,
         "kinds": [plain(kind._asdict()) for kind in kinds_of(facts)],
     }
 
@@ -107,7 +107,7 @@ def show_checkpoint(folder: Path, facts: Manifest, tensors: bool) -> None:
     table(("norm of", "L2"), [(name, f"{norm:.6g}") for name, norm in facts.norms.items()], apart=True)
     table(("group", "parameters", "lr", "options"), groups_of(facts), apart=True)
     if tensors:
-        forms = [(name, str(each.shape), each.dtype, each.hash) for name, each in facts.tensors.items()]
+        forms = [(name, str(tensor.shape), tensor.dtype, tensor.hash) for name, tensor in facts.tensors.items()]
         table(("tensor", "shape", "dtype", "hash"), forms, apart=True)
 
 
@@ -115,17 +115,17 @@ def inspect_other(folder: Path, as_json: bool) -> None:
     """Show a torch.distributed.checkpoint directory without our manifest."""
     from unishard.checkpoint.tensor_reader import Tensors
 
-    found = Tensors(folder)
-    forms = {name: (list(found.shapes[name]), str(found.dtypes[name]).removeprefix("torch.")) for name in found}
+    stored = Tensors(folder)
+    forms = {name: (list(stored.shapes[name]), str(stored.dtypes[name]).removeprefix("torch.")) for name in stored}
     if as_json:
         tensors = {name: {"shape": shape, "dtype": dtype} for name, (shape, dtype) in forms.items()}
-        said = {
+        description = {
             "path": str(folder),
             "format": "torch.distributed.checkpoint",
             "tensors": tensors,
-            "pickles": sorted(found.others),
+            "pickles": sorted(stored.others),
         }
-        emit(json.dumps(said, indent=2))
+        emit(json.dumps(description, indent=2))
         return
     echo(
         f"{folder}: a torch.distributed.checkpoint directory without a unishard manifest; "
@@ -134,25 +134,25 @@ def inspect_other(folder: Path, as_json: bool) -> None:
     rows = [(name, str(shape), dtype) for name, (shape, dtype) in forms.items()]
     table(
         ("tensor", "shape", "dtype"),
-        [*rows, *((name, "", "pickle, not opened") for name in sorted(found.others))],
+        [*rows, *((name, "", "pickle, not opened") for name in sorted(stored.others))],
         apart=True,
     )
 
 
-def show_comparison(found: Comparison) -> None:
+def show_comparison(comparison: Comparison) -> None:
     """Print the differences between two checkpoints."""
-    facts = [(path, value_of(one), value_of(other)) for path, one, other in (*found.facts, *found.forms)]
-    facts += [(name, "present", "missing") for name in found.only_a] + [
-        (name, "missing", "present") for name in found.only_b
+    facts = [(path, value_of(one), value_of(other)) for path, one, other in (*comparison.facts, *comparison.forms)]
+    facts += [(name, "present", "missing") for name in comparison.only_a] + [
+        (name, "missing", "present") for name in comparison.only_b
     ]
     table(("what", "A", "B"), facts)
     gaps = [
         (gap.name, f"{gap.differing:,} of {gap.numel:,}", f"{gap.absolute:.3g}", f"{gap.relative:.3g}")
-        for gap in found.values
+        for gap in comparison.values
     ]
     table(("tensor", "elements that differ", "largest difference", "relative"), gaps, apart=bool(facts))
-    same = found.tensors - len(found.forms) - len(found.values)
-    echo(f"\n{same} of {found.tensors} common tensors are equal")
+    same = comparison.tensors - len(comparison.forms) - len(comparison.values)
+    echo(f"\n{same} of {comparison.tensors} common tensors are equal")
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, apart: bool = False) -> None:

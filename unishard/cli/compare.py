@@ -64,16 +64,16 @@ def compare(
         config, script_runs.script_or_model(script, arguments, module, model, seq_len), steps, timeout, rounds=rounds
     )
     with script_runs.folder_of(out) as folder:
-        found = script_runs.run_all(cfg, task, rows, changes, folder)
+        measured = script_runs.run_all(cfg, task, rows, changes, folder)
     if as_json:
-        pairs = zip(found, distances(found), strict=True)
+        pairs = zip(measured, distances(measured), strict=True)
         form = {"candidates": [row.as_json(peak_tflops) | {"distance": far and far._asdict()} for row, far in pairs]}
         emit(json.dumps(form, indent=2))
     else:
-        for line in lines_of(found, peak_tflops):
+        for line in lines_of(measured, peak_tflops):
             echo(line, laid_out=True)
     if picture is not None:
-        save(picture, svg_of(found))
+        save(picture, svg_of(measured))
         echo(f"{picture}: written", err=True)
-    if all(row.failure for row in found):
+    if all(row.failure for row in measured):
         raise typer.Exit(1)

@@ -44,22 +44,22 @@ def diff(
     from unishard.formats.engine_choice import needs_engine
 
     readings = [formats.read(a, from_a), formats.read(b, from_b)]
-    found = compare(*readings)
+    differences = compare(*readings)
     for reading in readings:
         if needs_engine(reading):
-            what = "does not say its engine, which its launcher chooses; compared as no_shard"
-            echo(f"{reading.source.name}: {what}", err=True)
+            note = "does not say its engine, which its launcher chooses; compared as no_shard"
+            echo(f"{reading.source.name}: {note}", err=True)
         refused = [entry for entry in reading.entries if entry.effect.fit == "unsupported"]
         for entry in refused:
             echo(f"not compared: {reading.source.name}: {entry.key}: {entry.effect.note}", err=True)
-    if not found:
+    if not differences:
         echo("same training")
         return
     names = [f"{side} ({reading.format})" for side, reading in zip("AB", readings, strict=True)]
     if is_narrow(3, sys.stdout):
-        show_blocks(((at.field, [("A", _shown(at.before)), ("B", _shown(at.after))]) for at in found), sys.stdout)
+        show_blocks(((at.field, [("A", _shown(at.before)), ("B", _shown(at.after))]) for at in differences), sys.stdout)
     else:
-        show(("field", *names), [(at.field, _shown(at.before), _shown(at.after)) for at in found], sys.stdout)
+        show(("field", *names), [(at.field, _shown(at.before), _shown(at.after)) for at in differences], sys.stdout)
     raise typer.Exit(DIFFERENT)
 
 

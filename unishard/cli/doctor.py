@@ -63,9 +63,9 @@ def doctor(
 
 
 def _show(checks: Sequence[Check], *, every: bool) -> None:
-    from unishard.tools.doctor import Status, is_probe, verdict
+    from unishard.tools.doctor import Status, is_probe, summary
 
-    for line in verdict(checks):
+    for line in summary(checks):
         echo(line)
     echo()
     passed = [] if every else [check for check in checks if is_probe(check) and check.status is Status.OK]
@@ -86,11 +86,11 @@ def _counts(checks: Sequence[Check]) -> dict[str, int]:
 
 
 def _object(checks: Sequence[Check]) -> dict[str, Any]:
-    from unishard.tools.doctor import verdict, worst
+    from unishard.tools.doctor import summary, worst
 
     return {
         "status": str(worst(checks)),
-        "verdict": list(verdict(checks)),
+        "verdict": list(summary(checks)),
         "counts": _counts(checks),
         "versions": {check.name: check.details["version"] for check in checks if "version" in check.details},
         "checks": [

@@ -98,13 +98,13 @@ def _ask(draft: Draft, question: Question) -> None:
         text += f" [in the existing config, it comes from {who}]"
     default = _change(draft, question).partition("=")[2]
     while True:
-        said = typer.prompt(
+        reply = typer.prompt(
             wrapped(f"{text} [{default}]", width_of(sys.stdout) - len(": "), hanging="    "),
             default=default,
             show_default=False,
         )
         try:
-            draft.answer([f"{question.path}={said}"])
+            draft.answer([f"{question.path}={reply}"])
             return
         except ConfigError as error:
             echo(error, err=True)

@@ -66,11 +66,11 @@ def launch(
     from unishard.config.loading import read
     from unishard.tools.launch.command import Script
 
-    given = {"nodes": nodes, "processes_per_node": processes_per_node, "endpoint": endpoint}
+    options = {"nodes": nodes, "processes_per_node": processes_per_node, "endpoint": endpoint}
     changes = [
         *_hosts(hostfile),
         *(set_ or []),
-        *(f"launch.{name}={value}" for name, value in given.items() if value is not None),
+        *(f"launch.{name}={value}" for name, value in options.items() if value is not None),
     ]
     with own_file(config):
         cfg, origins = read(config, changes)
@@ -177,8 +177,8 @@ def _slurm(request: LaunchRequest, output: Path | None, *, dry_run: bool, as_jso
 
     if (unheard := unheard_signal(request.cfg)) is not None:
         echo(f"warning: {unheard}", err=True)
-    told = variables(str(request.path.resolve()), request.changes)
-    text = batch_script(request.cfg, request.script, told, request.name, program=torchrun_program())
+    environment = variables(str(request.path.resolve()), request.changes)
+    text = batch_script(request.cfg, request.script, environment, request.name, program=torchrun_program())
     if dry_run:
         emit(json.dumps({"script": text}, indent=2) if as_json else text, end="\n" if as_json else "")
     elif output:

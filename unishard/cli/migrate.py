@@ -124,11 +124,11 @@ def _blocks(
     for one in configs:
         counts = ", ".join(f"{count} {fit}" for fit, count in one.counts.items() if count)
         where = f" ({one.block})" if one.block else ""
-        what = f"  {one.format}{where}: engine {one.backend}, strategy {one.strategy}, precision {one.precision}"
+        summary = f"  {one.format}{where}: engine {one.backend}, strategy {one.strategy}, precision {one.precision}"
         yield (
             one.path,
             [
-                _fitted(what),
+                _fitted(summary),
                 _fitted(f"  {_OUTCOMES[one.status]}: {_ENGINE_OPEN if one.engine_open else counts}"),
                 *([_command(one, to, suffix)] if one.format != to or one.block else []),
             ],

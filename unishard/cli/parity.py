@@ -66,7 +66,7 @@ def parity(
     from unishard.tools.compare.golden import ComparedRun, facts_of, golden_text, read_golden
     from unishard.tools.compare.measuring import Task
     from unishard.tools.compare.records import Course
-    from unishard.tools.compare.verdict import lines_of, verdict_of
+    from unishard.tools.compare.run_comparison import compare_runs, lines_of
 
     if golden is not None and write_golden is not None:
         raise UnishardError("--golden compares with a file and --write-golden writes one; give one of them")
@@ -94,7 +94,7 @@ def parity(
             ComparedRun(str(row.candidate), Course.of(row.records), facts_of(cfg)) for row in measured
         ]
         pairs = [(run, expected or runs[0]) for run in (runs if expected else runs[1:])]
-        verdicts = [verdict_of(one, other, cfg.precision.compute) for one, other in pairs]
+        comparisons = [compare_runs(one, other, cfg.precision.compute) for one, other in pairs]
         if modules is not False:
 
             def again(chosen: Sequence[Variant], steps: tuple[int, ...]) -> Iterable[Measured]:
@@ -102,16 +102,16 @@ def parity(
                     cfg, task._replace(steps=steps[-1], module_steps=steps), chosen, changes, folder / "modules"
                 )
 
-            verdicts = list(with_modules(verdicts, rows, golden, cfg, again))
+            comparisons = list(with_modules(comparisons, rows, golden, cfg, again))
     if as_json:
         form: dict[str, Any] = {
-            "same": all(each.same for each in verdicts),
-            "comparisons": [each.as_json() for each in verdicts],
+            "same": all(comparison.same for comparison in comparisons),
+            "comparisons": [comparison.as_json() for comparison in comparisons],
         }
         emit(json.dumps(form, indent=2))
     else:
-        for verdict in verdicts:
-            for line in lines_of(verdict):
+        for comparison in comparisons:
+            for line in lines_of(comparison):
                 echo(line, laid_out=True)
-    if not all(each.same for each in verdicts):
+    if not all(comparison.same for comparison in comparisons):
         raise typer.Exit(DIFFERENT)

@@ -47,17 +47,17 @@ def plan(
     try:
         ranks = arguments.run_ranks(cfg, world_size, gpus_per_node)
         topology = _on_nodes(ranks.topology, gpus_per_node or cfg.launch.processes_per_node)
-        found = make_plan(
+        planned = make_plan(
             cfg, PlannedModel(model, cfg), topology, target, seq_len=seq_len, activations=not no_activations
         )
     except ConfigError as error:
         raise origins.locate(error) from None
     if as_json:
-        emit(json.dumps(found.as_json(), indent=2))
+        emit(json.dumps(planned.as_json(), indent=2))
     else:
         from unishard.tools.plan.table import lines_of
 
-        for line in lines_of(found):
+        for line in lines_of(planned):
             echo(line, laid_out=True)
     arguments.note_ranks(ranks)
 

@@ -125,7 +125,7 @@ def _markdown(outcome: Outcome) -> str:
         for one in outcome.changes
     ]
     dropped = [(_code(f"{one.key} = {value_of(one.value)}"), one.effect) for one in outcome.dropped]
-    lines += [f"- dropped: {what}{effect and f': {_escaped(effect)}'}" for what, effect in dropped]
+    lines += [f"- dropped: {key}{effect and f': {_escaped(effect)}'}" for key, effect in dropped]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -136,16 +136,16 @@ def run_all(
     from unishard.tools.compare.measuring import in_turns
 
     turns = in_turns(len(rows), task.rounds)
-    found: dict[int, Measured] = {}
+    measurements: dict[int, Measured] = {}
     for number, (at, turn) in enumerate(turns, 1):
-        if at in found and found[at].failure:
+        if at in measurements and measurements[at].failure:
             continue
         echo(f"{number}/{len(turns)} {rows[at]}", err=True)
         measured = _measured(
             cfg, task, rows[at], changes, folder / (rows[at].folder + (f"-{turn + 1}" if turn else ""))
         )
-        found[at] = measured if at not in found else found[at].again(measured)
-    return [found[at] for at in range(len(rows))]
+        measurements[at] = measured if at not in measurements else measurements[at].again(measured)
+    return [measurements[at] for at in range(len(rows))]
 
 
 def _measured(cfg: Config, task: Task, row: ComparedRow, changes: Sequence[str], folder: Path) -> Measured:

@@ -78,13 +78,13 @@ def listed(outcome: Outcome, *, full: bool = False) -> list[Item]:
 
 
 def _repeated(outcome: Outcome) -> list[Item]:
-    """Keys such as `auto` of which what was read beside the document has a line that also says the value."""
+    """Keys such as `auto` whose value a line for another file, read beside the document, also says."""
     placed = [item for item in outcome.items if item.place]
-    said = {field for item in placed if item.supplied for field in item.entry.effect.fields}
+    covered = {field for item in placed if item.supplied for field in item.entry.effect.fields}
     return [
         item
         for item in placed
-        if not item.supplied and item.entry.effect.fields and said.issuperset(item.entry.effect.fields)
+        if not item.supplied and item.entry.effect.fields and covered.issuperset(item.entry.effect.fields)
     ]
 
 
@@ -163,15 +163,15 @@ def _dropped(outcome: Outcome) -> Iterator[_Line]:
 
 
 def _changes(outcome: Outcome) -> Iterator[_Line]:
-    """What the translation means otherwise though no key says so: first what the source does, then what its training
-    script decides.
+    """Settings that differ after the translation though no key says so: first those of the source, then those that its
+    training script decides.
     """
     source, to = outcome.reading.format, outcome.to
-    said = [change for change in outcome.changes if change.before.said]
+    stated = [change for change in outcome.changes if change.before.said]
     left = [change for change in outcome.changes if not change.before.said]
-    if said:
+    if stated:
         yield _Line("changes (no key of the file says it):", style=FIT_STYLES[Fit.APPROXIMATE])
-    for change in said:
+    for change in stated:
         yield _Line(f"{change.field}: {_before(change)} -> {value_of(change.after.value)}  ({change.after.origin})", 2)
     if left:
         yield _Line(
@@ -187,10 +187,10 @@ def _before(change: Difference) -> str:
 
 def _filled(supplied: Supplied, items: Sequence[Item], outcome: Outcome) -> Iterator[_Line]:
     """What was read beside the document, and where each value stands."""
-    found = [item for item in items if item.place and item.fit is Fit.EXACT]
-    if found:
+    filled = [item for item in items if item.place and item.fit is Fit.EXACT]
+    if filled:
         yield _Line("filled in:", style="bold")
-    for item in found:
+    for item in filled:
         yield _item(item, outcome)
     if not supplied.tool and needs_input(outcome):
         yield _Line(f"{supplied.name} is not known to be TrainingArguments, so their defaults fill nothing")

@@ -128,9 +128,9 @@ def _verify(outcome: Outcome) -> None:
     """Say what the tool that reads the result makes of it, and exit with 2 if the report does not say a difference."""
     from unishard.formats.verify import verify
 
-    found = verify(outcome)
-    write_verification(found, sys.stderr)
-    if not found.clean:
+    verification = verify(outcome)
+    write_verification(verification, sys.stderr)
+    if not verification.clean:
         raise typer.Exit(DIFFERENT)
 
 
@@ -149,14 +149,14 @@ def _say_what_works(request: TranslateRequest, outcome: Outcome, form: ReportFor
 def _say(outcome: Outcome, status: int, form: ReportForm) -> None:
     """Say why nothing is written, unless the report did."""
     fit, why, instead = _REASONS[status]
-    found = outcome.of(fit)
+    items = outcome.of(fit)
     match form:
         case ReportForm.NONE:
             name = outcome.reading.source.name
             problems = [
-                Problem(item.key, item.note or why, f"{name}:{item.line}" if item.line else name) for item in found
+                Problem(item.key, item.note or why, f"{name}:{item.line}" if item.line else name) for item in items
             ]
             echo(ConfigError(problems), err=True, laid_out=True)
         case ReportForm.TEXT | ReportForm.FULL:
-            said = wrapped(f"nothing written: {len(found)} {why}; {instead}", report_width(sys.stderr), hanging="    ")
-            echo(said, err=True, laid_out=True)
+            text = wrapped(f"nothing written: {len(items)} {why}; {instead}", report_width(sys.stderr), hanging="    ")
+            echo(text, err=True, laid_out=True)

@@ -35,8 +35,8 @@ class TranslateRequest(NamedTuple):
         """
         from unishard.formats import translate
 
-        found = self._remedy(only_drop=True) if drop_unsupported else None
-        outcome = found or translate(self.source, self.to, **self._said())
+        remedy = self._remedy(only_drop=True) if drop_unsupported else None
+        outcome = remedy or translate(self.source, self.to, **self._said())
         return self._with_effects(outcome) if outcome.dropped else outcome
 
     def _with_effects(self, outcome: Outcome) -> Outcome:
@@ -51,13 +51,13 @@ class TranslateRequest(NamedTuple):
 
     def working(self) -> TranslateRequest | None:
         """The nearest request in which nothing is refused; None if there is none."""
-        found = self._remedy(only_drop=False)
-        if found is None:
+        remedy = self._remedy(only_drop=False)
+        if remedy is None:
             return None
-        further = found.overrides[len(self.overrides) :]
+        further = remedy.overrides[len(self.overrides) :]
         changed = {text.partition("=")[0] for text in further}
-        kept = (text for text in self.overrides if text.partition("=")[0].strip() not in changed)
-        return self._replace(overrides=(*kept, *further), drop=found.drop)
+        overrides = (text for text in self.overrides if text.partition("=")[0].strip() not in changed)
+        return self._replace(overrides=(*overrides, *further), drop=remedy.drop)
 
     def _remedy(self, *, only_drop: bool) -> Outcome | None:
         from unishard.formats.remedies import remedy

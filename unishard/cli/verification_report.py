@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from unishard.formats.verify.comparing import ComparedSetting
 
 
-def write_verification(found: Verification, file: TextIO) -> None:
+def write_verification(verification: Verification, file: TextIO) -> None:
     """Write the settings and the result to a stream: what all agree on once, and what differs with each side's
     value.
     """
-    width, longest = report_width(file), max((len(row.field) for row in found.rows), default=0)
-    for row in found.rows:
+    width, longest = report_width(file), max((len(row.field) for row in verification.rows), default=0)
+    for row in verification.rows:
         file.write(wrapped(f"{row.field.ljust(longest)}  {_said(row)}", width, hanging=" " * (longest + 2)) + "\n")
-    for line in _closing(found):
+    for line in _closing(verification):
         file.write(wrapped(line, width, hanging="    ") + "\n")
 
 
@@ -38,18 +38,18 @@ def _shown(value: Any) -> str:
     return "-" if value is None else bare(value)
 
 
-def _closing(found: Verification) -> Iterator[str]:
-    source, effective = found.source, found.effective
+def _closing(verification: Verification) -> Iterator[str]:
+    source, effective = verification.source, verification.effective
     if source.missing or source.refused:
         yield f"source: {source.refused or source.missing}; compared with what unishard reads in it"
     if effective.missing:
         yield f"not verified: {effective.missing}"
     elif effective.refused:
-        undecided = "; decide what needs input first" if found.needs_input else ""
+        undecided = "; decide what needs input first" if verification.needs_input else ""
         yield f"not verified: {effective.consumer} refuses it ({effective.refused}){undecided}"
     else:
-        count, hidden = sum(row.differs for row in found.rows), len(found.unreported)
+        count, hidden = sum(row.differs for row in verification.rows), len(verification.unreported)
         yield (
-            f"verified with {effective.consumer}: {len(found.rows)} settings, {count} differ, {hidden} of these "
+            f"verified with {effective.consumer}: {len(verification.rows)} settings, {count} differ, {hidden} of these "
             "unreported"
         )

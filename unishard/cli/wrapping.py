@@ -79,7 +79,7 @@ def wrapped(text: str, width: int, *, start: str = "", hanging: str | None = Non
         replace_whitespace=False,
         drop_whitespace=True,
     )
-    whole = _WHOLE.sub(lambda found: found[0].replace(" ", _SPACE), text)
+    whole = _WHOLE.sub(lambda match: match[0].replace(" ", _SPACE), text)
     lines = (wrapper.fill(line) if len(start) + len(line) > width else start + line for line in whole.split("\n"))
     return "\n".join(lines).replace(_SPACE, " ")
 
@@ -92,8 +92,8 @@ def echo(text: object = "", *, err: bool = False, laid_out: bool = False) -> Non
         err: Whether to print to stderr.
         laid_out: Whether not to wrap.
     """
-    file, said = sys.stderr if err else sys.stdout, printable(str(text))
-    typer.echo(wrapped(said, width_of(file), hanging="    ") if file.isatty() and not laid_out else said, err=err)
+    file, shown = sys.stderr if err else sys.stdout, printable(str(text))
+    typer.echo(wrapped(shown, width_of(file), hanging="    ") if file.isatty() and not laid_out else shown, err=err)
 
 
 def emit(document: str, *, end: str = "\n") -> None:

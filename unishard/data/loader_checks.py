@@ -92,7 +92,7 @@ class LoaderChecks:
         problem = wrong or (self._contradicted_batch_size(everyone) if training else None)
         if problem is not None:
             raise DataError(problem)
-        digests = {each.dataset for each in everyone}
+        digests = {rank_facts.dataset for rank_facts in everyone}
         differ = None not in digests and len(digests) > 1
         if differ and facts.ours:
             self._warn(
@@ -101,8 +101,8 @@ class LoaderChecks:
                 "on every rank: not one that is split by rank, or shuffled or drawn without a seed"
             )
         self._split_by_user = self._split_by_user or differ
-        told = all(each.ours for each in everyone) or any(each.whole for each in everyone)
-        self._first_window = training and len(everyone) > 1 and (not told or self._split_by_user)
+        is_divided = all(rank_facts.ours for rank_facts in everyone) or any(rank_facts.whole for rank_facts in everyone)
+        self._first_window = training and len(everyone) > 1 and (not is_divided or self._split_by_user)
 
     def window(self, window: Window) -> None:
         """Check a window in training mode: the first ones of a pass. Collective for the first one."""
@@ -137,21 +137,23 @@ class LoaderChecks:
     # -- batch sizes -------------------------------------------------------------------------------
 
     def _contradicted_batch_size(self, everyone: Sequence[LoaderFacts]) -> str | None:
-        """What is wrong if a batch size contradicts `training.global_batch_size`, which people set to have the product
-        checked.
+        """The problem with a batch size that contradicts `training.global_batch_size`, which a user sets to check the
+        product.
         """
         if self._training.global_batch_size is None:
             return None
         for rank, facts in enumerate(everyone):
             if facts.batch_size is not None and facts.batch_size != self._training.micro_batch_size:
-                of_rank = f" of rank {rank}" if len({each.batch_size for each in everyone}) > 1 else ""
+                of_rank = f" of rank {rank}" if len({rank_facts.batch_size for rank_facts in everyone}) > 1 else ""
                 text = self._other_batch_size(facts.batch_size, facts.name + of_rank)
                 return f"training.global_batch_size is {self._training.global_batch_size}, but {text}"
         return None
 
     def _other_batch_size(self, size: int, name: str) -> str:
-        own = name.startswith("unishard.dataloader")
-        write = "pass it the config of unishard.prepare" if own else "write batch_size=cfg.training.micro_batch_size"
+        is_ours = name.startswith("unishard.dataloader")
+        write = (
+            "pass it the config of unishard.prepare" if is_ours else "write batch_size=cfg.training.micro_batch_size"
+        )
         return (
             f"{name} has batches of {size}, and training.micro_batch_size is {self._training.micro_batch_size}; "
             f"{write} in the script, or training.micro_batch_size: {size} in the config"

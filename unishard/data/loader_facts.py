@@ -109,7 +109,7 @@ def _is_torchs(part: Any, *kinds: type) -> bool:
     """
     kind = type(part)
     return kind in kinds or (
-        kind.__module__.startswith("torchdata.") and kind.__name__ in {each.__name__ for each in kinds}
+        kind.__module__.startswith("torchdata.") and kind.__name__ in {torch_kind.__name__ for torch_kind in kinds}
     )
 
 
@@ -131,11 +131,11 @@ def _order(sampler: Any) -> tuple[Hashable | None, str]:
 
 
 def digest_of(dataset: Any) -> str | None:
-    """What differs between ranks that hold different data: of a `Subset` at least its indices."""
+    """A digest that differs between ranks with different data; for a `Subset` at least a digest of its indices."""
     indices: Any = dataset.indices if type(dataset) is Subset else None
-    found = of_dataset(dataset)
-    if found is not None or not (
+    digest = of_dataset(dataset)
+    if digest is not None or not (
         isinstance(indices, list | tuple | range | Tensor) or type(indices).__module__ == "numpy"
     ):
-        return found
+        return digest
     return of_value([len(indices), *indices[:1000], *indices[-1:]])

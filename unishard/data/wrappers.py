@@ -1,4 +1,4 @@
-"""What people put around a loader: progress bars, `enumerate`, `islice`, prefetchers."""
+"""Wrappers around a loader: progress bars, `enumerate`, `islice`, prefetchers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BUILT_IN = (
     type(iter(())),
     GeneratorType,
 )
-"""Iterators that have begun to read when they are made, or that do not expose what they read."""
+"""Iterators that begin to read when they are created, or that do not expose what they read."""
 _INSTEAD = {
     "enumerate": "write enumerate(engine.batches(loader))",
     "islice": "write itertools.islice(engine.batches(loader), n)",
@@ -37,11 +37,11 @@ _INSTEAD = {
 
 
 def unwrapped(loader: Iterable[Any]) -> Iterable[Any]:
-    """The loader that a progress bar of tqdm shows, or the only `unishard.dataloader` that another object holds; else
-    `loader`.
+    """The loader inside a progress bar of tqdm, or the only `unishard.dataloader` inside another object. Without one,
+    `loader` itself.
     """
-    found = _inner(loader, _DEPTH)
-    return loader if found is None else found
+    inner = _inner(loader, _DEPTH)
+    return loader if inner is None else inner
 
 
 def _inner(loader: Any, depth: int) -> Any:
@@ -55,32 +55,32 @@ def _inner(loader: Any, depth: int) -> Any:
     if type(loader).__module__.partition(".")[0] == "tqdm":
         shown = getattr(loader, "iterable", None)
         return _inner(shown, depth - 1) or shown
-    held = {
+    loaders = {
         id(inner): inner
         for value in getattr(loader, "__dict__", {}).values()
         if (inner := _inner(value, depth - 1)) is not None
     }
-    shares = [inner for inner in held.values() if isinstance(inner, ShareLoader)]
+    shares = [inner for inner in loaders.values() if isinstance(inner, ShareLoader)]
     return shares[0] if len(shares) == 1 else None
 
 
 def hides_state(loader: Iterable[Any]) -> bool:
     """Whether an iterator such as `enumerate(loader)` or a generator directly reads something that has a position."""
-    found: list[Any] = [loader]
+    objects: list[Any] = [loader]
     for _ in range(_DEPTH):
-        found = [held for each in found if isinstance(each, _BUILT_IN) for held in _held(each)]
-        if any(callable(getattr(held, "state_dict", None)) and _is_read(held) for held in found):
+        objects = [inner for outer in objects if isinstance(outer, _BUILT_IN) for inner in _referents(outer)]
+        if any(callable(getattr(inner, "state_dict", None)) and _is_read(inner) for inner in objects):
             return True
     return False
 
 
-def _held(iterator: Any) -> Iterable[Any]:
-    for held in gc.get_referents(iterator):
-        yield from held if isinstance(held, tuple) else (held,)
+def _referents(iterator: Any) -> Iterable[Any]:
+    for referent in gc.get_referents(iterator):
+        yield from referent if isinstance(referent, tuple) else (referent,)
 
 
-def _is_read(held: Any) -> bool:
-    return hasattr(type(held), "__iter__") and not isinstance(held, nn.Module)
+def _is_read(candidate: Any) -> bool:
+    return hasattr(type(candidate), "__iter__") and not isinstance(candidate, nn.Module)
 
 
 def instead_of(loader: Iterable[Any]) -> str:

@@ -21,19 +21,21 @@ _MOST = 20
 _MISSING = "nothing"
 
 
-def agree(facts: dict[str, Any], what: str) -> None:
+def agree(facts: dict[str, Any], subject: str) -> None:
     """Check that all ranks have the same values. Collective; only a digest is sent unless they differ.
 
     Args:
         facts: Values by name, compared by their `repr`.
-        what: What the values describe, for the message.
+        subject: What the values describe, for the message.
 
     Raises:
         RankMismatchError: On every rank; lists each name that differs, with the values of up to 8 ranks.
     """
     texts = {name: repr(value) for name, value in facts.items()}
     if not _same(hashlib.sha256(repr(texts).encode()).digest()):
-        raise RankMismatchError(f"ranks hold different {what}; start every rank with the same:\n{_differences(texts)}")
+        raise RankMismatchError(
+            f"ranks hold different {subject}; start every rank with the same:\n{_differences(texts)}"
+        )
 
 
 def _same(digest: bytes) -> bool:
@@ -51,12 +53,12 @@ def _differences(texts: Mapping[str, str]) -> str:
     Collective: each rank compares with rank 0 and sends what differs; rank 0 tells all.
     """
     rank = dist.get_rank()
-    said: list[Any] = [{name: _short(text) for name, text in texts.items()} if rank == 0 else None]
-    dist.broadcast_object_list(said, src=0)
-    names = dict.fromkeys((*said[0], *texts))
-    own = [name for name in names if said[0].get(name) != (_short(texts[name]) if name in texts else None)]
+    of_rank_0: list[Any] = [{name: _short(text) for name, text in texts.items()} if rank == 0 else None]
+    dist.broadcast_object_list(of_rank_0, src=0)
+    names = dict.fromkeys((*of_rank_0[0], *texts))
+    differing = [name for name in names if of_rank_0[0].get(name) != (_short(texts[name]) if name in texts else None)]
     everyone: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
-    dist.gather_object({name: texts.get(name, _MISSING) for name in own[:_MOST]}, everyone, dst=0)
+    dist.gather_object({name: texts.get(name, _MISSING) for name in differing[:_MOST]}, everyone, dst=0)
     lines = [_described(texts, everyone) if everyone is not None else ""]
     dist.broadcast_object_list(lines, src=0)
     return lines[0]
@@ -75,13 +77,13 @@ def _described(first: Mapping[str, str], others: Sequence[Mapping[str, str]]) ->
     for name in order[:_MOST]:
         values = {rank: theirs[name] for rank, theirs in enumerate(others) if name in theirs}
         shown = range(len(others)) if len(others) <= _SHOWN else sorted({0, *list(values)[: _SHOWN - 1]})
-        held = [f"rank {rank} has {values.get(rank, first.get(name, _MISSING))}" for rank in shown]
+        values_by_rank = [f"rank {rank} has {values.get(rank, first.get(name, _MISSING))}" for rank in shown]
         more = (
             f" and {len(values) + 1 - _SHOWN} more ranks have other values"
             if len(values) >= _SHOWN and len(others) > _SHOWN
             else ""
         )
-        lines.append(f"{name}: " + ", ".join(held) + more)
+        lines.append(f"{name}: " + ", ".join(values_by_rank) + more)
     return "\n".join(lines)
 
 

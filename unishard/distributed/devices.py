@@ -56,7 +56,7 @@ def choose(topology: Topology, *, shared: bool) -> int:
         return min(topology.local_rank, count - 1)
     if shared:
         return topology.local_rank % count
-    what = (
+    problem = (
         f"local rank {topology.local_rank} has no CUDA device: the node shows only {count}, numbered from 0, and NCCL "
         "needs one for each "
         f"rank; start at most {count} ranks on a node (torchrun --nproc-per-node={count}), make one device visible to "
@@ -64,7 +64,7 @@ def choose(topology: Topology, *, shared: bool) -> int:
         '(srun --gpus-per-task=1), or to share devices in a test call torch.distributed.init_process_group("gloo") '
         "before unishard"
     )
-    raise ConfigError([Problem("", what)])
+    raise ConfigError([Problem("", problem)])
 
 
 def of_everyone(index: int) -> list[tuple[str, str]]:
@@ -91,12 +91,12 @@ def refuse_shared(index: int) -> None:
     for rank, device in enumerate(everyone):
         first = everyone.index(device)
         if first != rank:
-            what = (
+            problem = (
                 f"ranks {first} and {rank} use the same CUDA device of {device[0]}, which NCCL does not support; start "
                 "one rank for each "
                 "device (torchrun --nproc-per-node), or make one device visible to each rank (srun --gpus-per-task=1)"
             )
-            raise ConfigError([Problem("", what)])
+            raise ConfigError([Problem("", problem)])
 
 
 def use_host_cores(offload: Offload, topology: Topology) -> None:

@@ -30,10 +30,10 @@ def dtype_named(name: str) -> torch.dtype:
     Raises:
         ValueError: torch has no dtype of this name.
     """
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
-    return found
+    return dtype
 
 
 def floating_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -45,10 +45,10 @@ def floating_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def declared_by(model: nn.Module, dtype: str) -> set[str]:
     """Names of parameters and buffers that the classes of a model keep in fp32 in a model of this dtype."""
-    found: set[str] = set()
+    names: set[str] = set()
     for path, module in model.named_modules(remove_duplicate=False) if _KEPT[dtype] else ():
-        given = (pattern for each in _KEPT[dtype] for pattern in getattr(module, each, None) or ())
-        if kept := "|".join(pattern.replace("*", ".*") for pattern in given):
+        patterns = (pattern for attribute in _KEPT[dtype] for pattern in getattr(module, attribute, None) or ())
+        if combined := "|".join(pattern.replace("*", ".*") for pattern in patterns):
             prefix = f"{path}." if path else ""
-            found |= {prefix + name for name, _ in floating_tensors(module) if re.search(kept, name)}
-    return found
+            names |= {prefix + name for name, _ in floating_tensors(module) if re.search(combined, name)}
+    return names

@@ -20,20 +20,20 @@ def text_of(error: BaseException) -> str:
 
 
 def readable(error: BaseException) -> BaseException:
-    """The error; if its text, or that of one behind it, is too long or raises, one of the same name with the text that
-    can be written.
+    """The error, or a copy of it that can be written: where its text, or that of one of its causes, is too long or
+    raises, the copy has the same name and a shortened text.
     """
     chain = [error]
     while (inner := _behind(chain[-1])) is not None and inner not in chain:
         chain.append(inner)
-    if all(_is_readable(each) for one in chain for each in (one, *errors_in(one))):
+    if all(_is_readable(inner_error) for one in chain for inner_error in (one, *errors_in(one))):
         return error
     shown: BaseException | None = None
-    for each in reversed(chain):
-        kind = type(each)
+    for inner_error in reversed(chain):
+        kind = type(inner_error)
         named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        cause, shown = shown, type(kind.__name__, (Exception,), named)(text_of(each))
-        shown.__traceback__, shown.__cause__ = each.__traceback__, cause
+        cause, shown = shown, type(kind.__name__, (Exception,), named)(text_of(inner_error))
+        shown.__traceback__, shown.__cause__ = inner_error.__traceback__, cause
     assert shown is not None
     return shown
 
@@ -55,7 +55,7 @@ def _is_readable(error: BaseException) -> bool:
 def errors_in(error: BaseException) -> Iterator[BaseException]:
     """The error, or those in an exception group."""
     if isinstance(error, BaseExceptionGroup):
-        for each in error.exceptions:
-            yield from errors_in(each)
+        for member in error.exceptions:
+            yield from errors_in(member)
     else:
         yield error

@@ -31,11 +31,11 @@ def deferred() -> Iterator[None]:
         else:
             caught.append(number)
 
-    for each in _SIGNALS:
-        handler = signal.getsignal(each)
+    for signal_number in _SIGNALS:
+        handler = signal.getsignal(signal_number)
         if callable(handler):
-            former[each] = handler
-            signal.signal(each, hold)
+            former[signal_number] = handler
+            signal.signal(signal_number, hold)
     try:
         yield
     finally:
@@ -47,7 +47,7 @@ def deferred() -> Iterator[None]:
 
 
 def share(error: BaseException) -> BaseException:
-    """Mark an interrupt of this rank of which all others have heard, so that they all leave a collective call
+    """Mark an interrupt of this rank that all other ranks know of, so that they all leave a collective call
     together.
     """
     error.shared = True  # type: ignore[attr-defined]

@@ -84,7 +84,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         return iter((value,))
-    return iter([each for each in values_in(value) if isinstance(each, Tensor)])
+    return iter([item for item in values_in(value) if isinstance(item, Tensor)])
 
 
 def hook_gradients(value: Any, hook: Callable[[Tensor], None]) -> None:
@@ -96,21 +96,21 @@ def hook_gradients(value: Any, hook: Callable[[Tensor], None]) -> None:
 
 
 def values_in(value: Any) -> list[Any]:
-    """A value and all that is inside it: the contents of tuples, lists, mappings and dataclasses. What cannot be read
-    is left out.
+    """A value and everything inside it: the contents of tuples, lists, mappings and dataclasses. Leaves out what cannot
+    be read.
     """
-    found = [value]
-    _collect(value, (), found)
-    return found
+    values = [value]
+    _collect(value, (), values)
+    return values
 
 
-def _collect(value: Any, around: tuple[Any, ...], found: list[Any]) -> None:
+def _collect(value: Any, around: tuple[Any, ...], values: list[Any]) -> None:
     around = (*around, value)
-    for each in _inside(value):
-        found.append(each)
+    for item in _inside(value):
+        values.append(item)
         # A container may contain itself.
-        if not isinstance(each, _LEAVES) and not any(each is outer for outer in around):
-            _collect(each, around, found)
+        if not isinstance(item, _LEAVES) and not any(item is outer for outer in around):
+            _collect(item, around, values)
 
 
 _LEAVES = (Tensor, str, int, float, NoneType)

@@ -81,11 +81,11 @@ def serving(port: int) -> Iterator[None]:
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        what = (
+        problem = (
             f"MASTER_PORT={port} is in use by another program on this machine, that of rank 0; set MASTER_PORT to a "
             "free port, and RANK=0 for one process only"
         )
-        raise ConfigError([Problem("", what)]) from error
+        raise ConfigError([Problem("", problem)]) from error
 
 
 def connect(method: str, rank: int, size: int, timeout: timedelta, where: str) -> Any:
@@ -101,19 +101,19 @@ def connect(method: str, rank: int, size: int, timeout: timedelta, where: str) -
     Raises:
         RankMismatchError: What listens there does not answer.
     """
-    found: list[Any] = []
+    answers: list[Any] = []
 
     def ask() -> None:
         try:
-            found.append(next(rendezvous(method, rank, size, timeout=timeout))[0])
+            answers.append(next(rendezvous(method, rank, size, timeout=timeout))[0])
         except Exception as error:
-            found.append(error)
+            answers.append(error)
 
-    asking = threading.Thread(target=ask, name="unishard-connect", daemon=True)  # stays in C++ if nothing answers
-    asking.start()
+    thread = threading.Thread(target=ask, name="unishard-connect", daemon=True)  # stays in C++ if nothing answers
+    thread.start()
     answer = min(_ANSWER, timeout.total_seconds())
-    asking.join(min(_PATIENCE, answer))
-    if not found and answer > _PATIENCE:
+    thread.join(min(_PATIENCE, answer))
+    if not answers and answer > _PATIENCE:
         _logger.warning(
             "rank %d has waited %.0f s for an answer from %s; check that MASTER_ADDR and MASTER_PORT are those of rank "
             "0 on every host, and that no other program listens there",
@@ -121,12 +121,12 @@ def connect(method: str, rank: int, size: int, timeout: timedelta, where: str) -
             _PATIENCE,
             where,
         )
-        asking.join(answer - _PATIENCE)
-    if not found:
+        thread.join(answer - _PATIENCE)
+    if not answers:
         raise RankMismatchError(
             f"what listens at {where} does not answer as rank 0: another program has that port, or the machine hangs; "
             "set MASTER_PORT to a free port"
         )
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]

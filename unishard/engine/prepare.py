@@ -34,7 +34,7 @@ from unishard.engine.resolve import Fingerprint, fingerprint_of, resolve
 from unishard.engine.verify import verify
 from unishard.errors import ModelError
 from unishard.failures import collective_check, lifetime, monitor_client
-from unishard.failures.endings import naming_causes
+from unishard.failures.endings import explain_lost_connections
 from unishard.observe.expected_memory import ExpectedMemory
 from unishard.sequence.split_sequences import SplitSequences
 
@@ -114,11 +114,11 @@ def prepare(
 @contextmanager
 def _group(communication: Communication) -> Iterator[Topology]:
     """The process group, in which an error names the rank that has caused it, and ends the other ranks. Collective."""
-    with naming_causes():
+    with explain_lost_connections():
         topology = lifetime.ensure(Topology.from_environment(), patience=communication.desync_timeout)
-        with monitor_client.asking():
+        with monitor_client.blocking_call():
             collective_check.begin(communication)
-            with collective_check.leaving("unishard.prepare"):
+            with collective_check.announce_errors("unishard.prepare"):
                 yield topology
 
 

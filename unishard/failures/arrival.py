@@ -1,4 +1,4 @@
-"""The ranks meet before the process group starts: waits that can be interrupted, and that name the ranks that are
+"""Connect all ranks before the process group starts. The waits can be interrupted, and name the ranks that are
 missing.
 """
 
@@ -35,7 +35,7 @@ _POLL, _ATTEMPT = 0.05, 5.0
 
 _logger = logging.getLogger("unishard")
 _world: Any = None
-"""The process group of the caller that has a line."""
+"""The process group of the caller that has a monitor."""
 
 
 def connect(topology: Topology, timeout: timedelta, patience: float) -> Any:
@@ -59,13 +59,15 @@ def connect(topology: Topology, timeout: timedelta, patience: float) -> Any:
     host, port, served = store_of_launcher(method)
     with serving.serving(port):
         store = _store(topology, method, host, port, timeout, serves=topology.rank == 0 and not served)
-    line = _line(store, topology.rank, topology.world_size, [host], timeout, patience, local=serving.is_local(host))
-    if line is not None:
-        there = line.collect("arrived", "", what=f"to call {_CALLS}", patience=_PATIENCE)
-        if line.verdict:
-            raise ConfigError([Problem("", line.verdict)])
+    monitor = _connection(
+        store, topology.rank, topology.world_size, [host], timeout, patience, local=serving.is_local(host)
+    )
+    if monitor is not None:
+        there = monitor.collect("arrived", "", purpose=f"to call {_CALLS}", patience=_PATIENCE)
+        if monitor.abort_reason:
+            raise ConfigError([Problem("", monitor.abort_reason)])
         if len(there) < topology.world_size:
-            raise RankMismatchError(f"{line.cause(1.0)}, before it called {_CALLS}")
+            raise RankMismatchError(f"{monitor.cause(1.0)}, before it called {_CALLS}")
     return dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
 
 
@@ -88,22 +90,20 @@ def join_group(timeout: timedelta, patience: float) -> None:
     if store is None:  # of a class in Python
         _logger.warning(_STORELESS)
         return
-    _line(store, dist.get_rank(), dist.get_world_size(), [], timeout, patience)
+    _connection(store, dist.get_rank(), dist.get_world_size(), [], timeout, patience)
 
 
-def _line(
+def _connection(
     store: Any, rank: int, size: int, hosts: list[str], timeout: timedelta, patience: float, *, local: bool = False
 ) -> Any:
-    """The line of this process, whose errors are from now on written with those of the other ranks; None where there is
-    none.
-    """
+    """Connect this process to the monitor, and let `excepthook` write its errors; None if it cannot be reached."""
     if rank:
         _await_rank_0(store, rank, timeout.total_seconds())
-    line = monitor_client.open_line(store, rank, size, hosts, local=local)
-    if line is not None:
-        line.be_patient(patience)
-        excepthook.install(line)
-    return line
+    monitor = monitor_client.open_client(store, rank, size, hosts, local=local)
+    if monitor is not None:
+        monitor.be_patient(patience)
+        excepthook.install(monitor)
+    return monitor
 
 
 def _await_rank_0(store: Any, rank: int, seconds: float) -> None:
@@ -122,7 +122,7 @@ def _store_of_group() -> Any:
 
 
 def announce_failure(error: BaseException) -> None:
-    """Tell ranks that wait in `connect` that this one ends instead of coming.
+    """Tell ranks that wait in `connect` that this one ends before it connects.
 
     Args:
         error: Why.
@@ -139,23 +139,23 @@ def announce_failure(error: BaseException) -> None:
         hosts, local = [host], serving.is_local(host)
     if rank and not monitor_client.is_served(store, _FAREWELL):
         return
-    line = monitor_client.open_line(store, rank, size, hosts, local=local)
-    if line is not None:
-        line.end(f"raised {headline(error)}", RAISED)
+    monitor = monitor_client.open_client(store, rank, size, hosts, local=local)
+    if monitor is not None:
+        monitor.end(f"raised {headline(error)}", RAISED)
         if rank == 0:
-            line.wait(lambda: len(line.endings) == line.size, _FAREWELL)  # the others hear it when they come
+            monitor.wait(lambda: len(monitor.endings) == monitor.size, _FAREWELL)  # the others hear it when they come
 
 
 def note_start() -> None:
     """Note that the process group has started: torch has replaced `sys.excepthook`."""
-    if (line := monitor_client.current()) is not None:
-        excepthook.install(line)
+    if (monitor := monitor_client.current()) is not None:
+        excepthook.install(monitor)
 
 
 def leave() -> None:
     """Tell the other ranks that this one ends without an error, unless they have heard of one."""
-    if (line := monitor_client.current()) is not None:
-        line.close()
+    if (monitor := monitor_client.current()) is not None:
+        monitor.close()
         monitor_client.forget()
 
 

@@ -24,7 +24,7 @@ class Call(NamedTuple):
     """`heads.1 (Linear)`: modules and parameters that have no gradient on this rank."""
     order: str = ""
     """A hash of the order in which gradients came, where they are added up in that order."""
-    held: str = ""
+    equal_values: str = ""
     """A JSON dict of what the update uses and must be the same on all ranks, as text by name; see `EqualValues`."""
     error: str = ""
     """`ValueError: a broken sample (train.py:31 in main)`: what has made this rank end its part in the run. Not
@@ -70,10 +70,10 @@ class CallLog:
         self.unit = ""
         """The last module that a forward has entered."""
 
-    def record(self, place: str, skipped: str = "", order: str = "", held: str = "", error: str = "") -> None:
+    def record(self, place: str, skipped: str = "", order: str = "", equal_values: str = "", error: str = "") -> None:
         """Add a call; the arguments are those of `Call`."""
         self.last, self.place = self.place, place
-        self._add(Call(place, "", skipped, order, held, error))
+        self._add(Call(place, "", skipped, order, equal_values, error))
 
     def record_unit(self, unit: str) -> None:
         """Add a module that the current call has entered."""
@@ -100,7 +100,7 @@ class CallLog:
 
     def _add(self, call: Call) -> None:
         self.state = zlib.crc32(
-            f"{call.unit or call.place}{call.skipped}{call.order}{call.held}\n".encode(), self.state
+            f"{call.unit or call.place}{call.skipped}{call.order}{call.equal_values}\n".encode(), self.state
         )
         self._calls.append(call)
         self.number += 1

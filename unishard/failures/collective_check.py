@@ -22,10 +22,10 @@ from unishard.config import Communication
 from unishard.errors import RankMismatchError
 from unishard.failures import monitor_client
 from unishard.failures.call_log import CallLog, tail_from
+from unishard.failures.deadlocks import different_calls
 from unishard.failures.device_wait import DeviceWait
 from unishard.failures.digest_exchange import DigestExchange
 from unishard.failures.endings import headline, is_lost_connection
-from unishard.failures.verdict import different_calls
 from unishard.failures.watchdog import watch
 
 _ANSWER = 3.0
@@ -34,7 +34,7 @@ _EVERY = 10
 """Wait for the other ranks in every tenth optimizer step, and before all calls of the first ten."""
 _LONG = 1.0
 """Seconds: before all calls of steps that take longer, waiting costs nothing that is noticed."""
-_SAID = 8
+_REPORTED = 8
 """Calls that a rank reports when it closes an engine."""
 
 _current: DesyncCheck | None = None
@@ -52,7 +52,14 @@ class Member:
         self._number = check.members
 
     def check_now(
-        self, call: str, detail: str = "", seconds: float = 0.0, *, skipped: str = "", order: str = "", held: str = ""
+        self,
+        call: str,
+        detail: str = "",
+        seconds: float = 0.0,
+        *,
+        skipped: str = "",
+        order: str = "",
+        equal_values: str = "",
     ) -> float:
         """Check the ranks before the collectives of a call. Collective.
 
@@ -62,7 +69,7 @@ class Member:
             seconds: A time that this rank has measured.
             skipped: As in `Call`, and the same on all ranks.
             order: As in `Call`, and the same on all ranks.
-            held: As in `Call`, and the same on all ranks.
+            equal_values: As in `Call`, and the same on all ranks.
 
         Returns:
             The longest time of all ranks.
@@ -72,7 +79,7 @@ class Member:
                 call.
         """
         return self._check.check_now(
-            self._place(call, detail), seconds=seconds, skipped=skipped, order=order, held=held
+            self._place(call, detail), seconds=seconds, skipped=skipped, order=order, equal_values=equal_values
         )
 
     def record(self, call: str, detail: str = "", *, skipped: str = "", order: str = "") -> None:
@@ -127,22 +134,22 @@ def begin(cfg: Communication) -> None:
         RankMismatchError: A rank is gone, or the ranks differ in `communication.desync_check`.
     """
     global _current, _begun
-    if (line := monitor_client.current()) is not None:
-        line.be_patient(cfg.desync_timeout)
+    if (monitor := monitor_client.current()) is not None:
+        monitor.be_patient(cfg.desync_timeout)
     if (check := _of_this_group()) is not None:
         check.timeout = cfg.desync_timeout
     if check is not None or dist.get_world_size() == 1:
         return
     _begun += 1
-    if line is not None:
-        wait = {"what": "to call unishard.prepare", "patience": cfg.desync_timeout}
-        answers = line.collect(f"check/{_begun}", cfg.desync_check, **wait)  # type: ignore[arg-type]
-        if len(answers) < line.size:
-            raise RankMismatchError(f"{line.cause(1.0)}; it was waited for in unishard.prepare")
+    if monitor is not None:
+        wait = {"purpose": "to call unishard.prepare", "patience": cfg.desync_timeout}
+        answers = monitor.collect(f"check/{_begun}", cfg.desync_check, **wait)  # type: ignore[arg-type]
+        if len(answers) < monitor.size:
+            raise RankMismatchError(f"{monitor.cause(1.0)}; it was waited for in unishard.prepare")
         if len(set(answers.values())) > 1:
-            held = ", ".join(f"rank {rank} has {value}" for rank, value in sorted(answers.items())[:8])
+            values = ", ".join(f"rank {rank} has {value}" for rank, value in sorted(answers.items())[:8])
             raise RankMismatchError(
-                f"ranks hold different configs; start every rank with the same:\ncommunication.desync_check: {held}"
+                f"ranks hold different configs; start every rank with the same:\ncommunication.desync_check: {values}"
             )
     if cfg.desync_check:
         _current = DesyncCheck(cfg.desync_timeout, _begun)
@@ -155,7 +162,7 @@ def check_now(place: str) -> None:
 
 
 @contextmanager
-def leaving(place: str) -> Iterator[None]:
+def announce_errors(place: str) -> Iterator[None]:
     """A block outside an engine with collectives.
 
     If it raises, the other ranks learn of it, and raise where they wait for this one.
@@ -230,10 +237,10 @@ class DesyncCheck:
         self._serial = serial
         self.members = self.active = 0
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.line = monitor_client.current()
+        self.monitor = monitor_client.current()
         self.call_log = call_log = CallLog()
-        if self.line is not None:
-            self.line.place, self.line.unit = call_log.now, lambda: call_log.unit
+        if self.monitor is not None:
+            self.monitor.place, self.monitor.unit = call_log.now, lambda: call_log.unit
         self._exchange = DigestExchange(self.rank, self.size)
         self.failed = ""
         self.waiting = False
@@ -244,7 +251,7 @@ class DesyncCheck:
         watch(self)
 
     def record(
-        self, place: str, *, is_module: bool = False, skipped: str = "", order: str = "", held: str = ""
+        self, place: str, *, is_module: bool = False, skipped: str = "", order: str = "", equal_values: str = ""
     ) -> None:
         """See `Member.record`."""
         if self.failed:
@@ -254,7 +261,7 @@ class DesyncCheck:
             self.call_log.record_unit(place)
         else:
             self.thread = threading.get_ident()
-            self.call_log.record(place, skipped, order, held)
+            self.call_log.record(place, skipped, order, equal_values)
 
     def check_now(
         self,
@@ -264,14 +271,14 @@ class DesyncCheck:
         seconds: float = 0.0,
         skipped: str = "",
         order: str = "",
-        held: str = "",
+        equal_values: str = "",
     ) -> float:
         """See `Member.check_now`."""
         with self._waits():
             if (different := self._exchange.first_different()) is not None:
                 raise RankMismatchError(self._report(different))
             with self._lock:  # the watchdog may answer for this rank at the same time
-                self.record(place, is_module=is_module, skipped=skipped, order=order, held=held)
+                self.record(place, is_module=is_module, skipped=skipped, order=order, equal_values=equal_values)
             equal, slowest = self._exchange.compare(self.call_log.state, int(seconds * 1e6))
             if not equal:
                 raise RankMismatchError(self._report(self._exchange.number))
@@ -285,9 +292,9 @@ class DesyncCheck:
             self.call_log.record(place, error="" if why is None else _headline(why))
             self.moved = time.monotonic()
             self._exchange.send(self.call_log.state)
-        if self.line is not None:
+        if self.monitor is not None:
             tail = self.call_log.tail()
-            self.line.give(self._key(self._exchange.number), tail._replace(calls=tail.calls[-_SAID:]))
+            self.monitor.give(self._key(self._exchange.number), tail._replace(calls=tail.calls[-_REPORTED:]))
 
     def give_up(self, why: str) -> None:
         """Called by the watchdog: no rank can go on."""
@@ -320,17 +327,17 @@ class DesyncCheck:
 
     def _report(self, number: int) -> str:
         """Exchange the last calls after a digest that differed, and describe where they differ."""
-        line, tail = self.line, self.call_log.tail()
-        if line is None:
+        monitor, tail = self.monitor, self.call_log.tail()
+        if monitor is None:
             return different_calls({self.rank: tail}, dict.fromkeys(set(range(self.size)) - {self.rank}, ""))
-        answers = {} if line.verdict else line.collect(self._key(number), tail, seconds=_ANSWER)
-        if line.verdict:
-            return line.verdict
+        answers = {} if monitor.abort_reason else monitor.collect(self._key(number), tail, seconds=_ANSWER)
+        if monitor.abort_reason:
+            return monitor.abort_reason
         missing = set(range(self.size)) - answers.keys()
         if missing:
-            line.wait(lambda: missing <= line.endings.keys(), 1.0)
+            monitor.wait(lambda: missing <= monitor.endings.keys(), 1.0)
         self.call_log.restart(number)
-        gone = {rank: line.endings[rank].text if rank in line.endings else "" for rank in missing}
+        gone = {rank: monitor.endings[rank].text if rank in monitor.endings else "" for rank in missing}
         return different_calls({rank: tail_from(value) for rank, value in answers.items()}, gone)
 
     def _key(self, number: int) -> str:

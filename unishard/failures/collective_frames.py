@@ -1,7 +1,7 @@
 """The collective that a thread waits in.
 
-A thread that uses no processor may as well read a file, wait for a worker, or sleep. Only its innermost frame tells: it
-is one of torch.distributed, or it calls a method of what an asynchronous collective has returned.
+A thread that uses no processor may also read a file, wait for a worker, or sleep. Only its innermost frame shows a
+collective: it belongs to torch.distributed, or it calls a method of the `Work` of an asynchronous collective.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any
 import torch.distributed as dist
 
 _NO_COLLECTIVES = tuple(f"{dist.__name__}.{name}." for name in ("checkpoint", "elastic", "rpc"))
-"""In torch.distributed too, but they wait for disks, for processes, and for what others compute."""
+"""Parts of torch.distributed that wait for disks, for processes, and for the work of other ranks."""
 _CALLED = re.compile(r"(\w+(?:\.\w+)*)\(")
 
 
 def group_of(frame: FrameType) -> tuple[int, ...] | None:
-    """The ranks of the collective in which a thread is whose innermost frame this is; empty for all ranks, None for no
-    collective.
+    """The ranks of the collective in which a thread waits; empty for all ranks, None for no collective.
+
+    Args:
+        frame: The innermost frame of the thread.
     """
     if not _is_distributed(frame):
         return () if isinstance(_called_on(frame), dist.Work) else None
@@ -50,11 +52,11 @@ def _called_on(frame: FrameType) -> Any:
     if where is None or where.lineno is None or where.col_offset is None:
         return None
     line = linecache.getline(frame.f_code.co_filename, where.lineno).encode()
-    found = _CALLED.match(line[where.col_offset :].decode(errors="replace"))
-    if found is None:
+    called = _CALLED.match(line[where.col_offset :].decode(errors="replace"))
+    if called is None:
         return None
-    name, *attributes = found[1].split(".")
-    held = frame.f_locals.get(name)
+    name, *attributes = called[1].split(".")
+    target = frame.f_locals.get(name)
     for attribute in attributes[:-1]:
-        held = inspect.getattr_static(held, attribute, None)
-    return held if attributes else held.__self__ if isinstance(held, MethodType) else None
+        target = inspect.getattr_static(target, attribute, None)
+    return target if attributes else target.__self__ if isinstance(target, MethodType) else None

@@ -30,15 +30,15 @@ def keep_alive(connection: socket.socket) -> None:
     is two hours.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    found = []
+    limits = []
     for name, most in _KEEPALIVE.items():
         option = getattr(socket, name, None)
         if option is None:  # another system than Linux
             return
         if connection.getsockopt(socket.IPPROTO_TCP, option) > most:
             connection.setsockopt(socket.IPPROTO_TCP, option, most)
-        found.append(connection.getsockopt(socket.IPPROTO_TCP, option))
-    idle, interval, count = found
+        limits.append(connection.getsockopt(socket.IPPROTO_TCP, option))
+    idle, interval, count = limits
     # Probes are only sent while no data is on its way; this limits both.
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (idle + interval * count))
 

@@ -1,8 +1,8 @@
-"""Whether this rank's device is held up in a collective that the host waits for.
+"""Whether this rank's device waits in a collective that the host waits for.
 
-A collective of NCCL returns at once, and the host waits later, where it reads a number from the device: a call of a
-tensor without a frame of its own, which looks the same as a long computation. An event tells them apart: the device has
-come to the collectives, and is not through with them.
+A collective of NCCL returns at once. The host waits later, where it reads a number from the device; that call of a
+tensor has no frame of its own, and looks the same as a long computation. Two events tell them apart: the device has
+reached the collectives, and has not finished them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class DeviceWait:
-    """From the moment it is made until the host has read what the collectives behind it give, or until `end`.
+    """A wait that begins now and ends at `end`, or once the host has read the results of the collectives.
 
     Any thread may ask.
     """
@@ -42,9 +42,7 @@ class DeviceWait:
         return self._through is not None
 
     def end(self) -> None:
-        """Record another event behind the collectives: the host goes on, and may wait for the device later and
-        elsewhere.
-        """
+        """Record another event behind the collectives. The host goes on, and may wait for the device later."""
         self._through = self._stream.record_event()
 
     def holds(self) -> bool:

@@ -1,6 +1,7 @@
-"""The exchange of digests among all ranks, in a few rounds over gloo, even with NCCL: nothing in it waits for a device.
+"""The exchange of digests among all ranks, in a few rounds. It uses gloo, also beside NCCL, so that it never waits for
+a device.
 
-The main thread's collectives in that group have other tags than what is sent here.
+Its messages have other tags than the main thread's collectives in the same group.
 """
 
 from __future__ import annotations

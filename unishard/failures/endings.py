@@ -1,4 +1,4 @@
-"""How a run ends: errors of gloo and NCCL become those of their cause."""
+"""How a run ends: an error of gloo or NCCL becomes one that names its cause."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 @contextmanager
-def naming_causes() -> Iterator[None]:
-    """A block in which the error of a collective becomes a RankMismatchError that names the rank whose end has caused
-    it.
+def explain_lost_connections() -> Iterator[None]:
+    """A block in which the error of a collective becomes a RankMismatchError. It names the rank whose end has caused
+    the error.
     """
     try:
         yield
@@ -58,10 +58,10 @@ def naming_causes() -> Iterator[None]:
 
 def raise_cause(error: BaseException) -> None:
     """Raise a RankMismatchError if another rank's end explains an error."""
-    line = monitor_client.current()
-    if line is None or isinstance(error, RankMismatchError) or not is_lost_connection(error):
+    monitor = monitor_client.current()
+    if monitor is None or isinstance(error, RankMismatchError) or not is_lost_connection(error):
         return
-    if cause := line.cause(_NEWS):
-        place = line.place()
+    if cause := monitor.cause(_NEWS):
+        place = monitor.place()
         where = f" {place} and" if place.startswith("is in ") else ""
-        raise RankMismatchError(f"{cause}; rank {line.rank}{where} cannot go on") from None
+        raise RankMismatchError(f"{cause}; rank {monitor.rank}{where} cannot go on") from None

@@ -1,4 +1,6 @@
-"""What a rank writes when it ends: the one whose error it is writes that error, the others one line that names it."""
+"""What a rank writes when it ends. The rank that failed first writes its error; the others write one line that names
+that rank.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ _NEWS = 1.0
 _PRINTED = 2.0
 """Seconds to wait until that rank has written it."""
 _GONE = 5.0
-"""Seconds that a rank waits for that rank to end: a launcher names the first that ends, and ending takes longer on a
-busy host."""
+"""Seconds that a rank waits for that rank to end. A launcher names the first rank that ends, and ending takes longer on
+a busy host."""
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torch writes this process's error for torchrun."""
@@ -38,8 +40,8 @@ _hook: _Hook | None = None
 class _Hook:
     """Replaces `sys.excepthook`; the hook before it writes this rank's own errors."""
 
-    def __init__(self, line: MonitorClient) -> None:
-        self.line = line
+    def __init__(self, monitor: MonitorClient) -> None:
+        self.monitor = monitor
         self._process = os.getpid()
         self._before = self._first = sys.excepthook
         self._inside = False
@@ -51,13 +53,13 @@ class _Hook:
             sys.excepthook = self
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
-        """Write the error, or which other one has caused it."""
+        """Write the error, or name the rank that has caused it."""
         if self._inside or os.getpid() != self._process:
             return self._first(kind, error, trace)
         self._inside = True
         try:
             error = readable(error)
-            cause = next((each for each in errors_in(error) if not _follows(each)), None)
+            cause = next((raised for raised in errors_in(error) if not _follows(raised)), None)
             if cause is None:
                 record(self._follow(next(errors_in(error)), trace))
             else:
@@ -68,7 +70,7 @@ class _Hook:
 
     def stop(self, cause: str) -> None:
         """Write that this process is stopped because no rank can go on."""
-        if self.line.verdict:
+        if self.monitor.abort_reason:
             self._share(cause, f"was stopped: {cause}")
         else:
             self._write(self._because(cause))
@@ -76,55 +78,57 @@ class _Hook:
 
     def _lead(self, error: BaseException, trace: TracebackType | None) -> None:
         """Write an error of this rank; in one line if another rank has raised the same before."""
-        own = f"raised {headline(error)}"
-        self.line.end(own, RAISED)
-        leader = self._first_with(own)
-        if leader.rank != self.line.rank:
+        headline_text = f"raised {headline(error)}"
+        self.monitor.end(headline_text, RAISED)
+        leader = self._first_with(headline_text)
+        if leader.rank != self.monitor.rank:
             self._write_after(leader, f"raised the same error as rank {leader.rank}: {type(error).__name__}")
             return
-        self._write(own)
+        self._write(headline_text)
         self._before(type(error), error, trace)
-        self.line.printed()
+        self.monitor.printed()
 
     def _follow(self, error: BaseException, trace: TracebackType | None) -> BaseException:
         """Write an error that another rank has caused, or that all ranks have found together; returns the one to
         record.
         """
-        line = self.line
-        first = line.first(0.0 if line.verdict else _NEWS)
-        if line.verdict:
-            self._share(line.verdict, f"raised {type(error).__name__} ({where_raised(error)}): {line.verdict}")
-            return RankMismatchError(line.verdict)
+        monitor = self.monitor
+        first = monitor.first(0.0 if monitor.abort_reason else _NEWS)
+        if monitor.abort_reason:
+            self._share(
+                monitor.abort_reason, f"raised {type(error).__name__} ({where_raised(error)}): {monitor.abort_reason}"
+            )
+            return RankMismatchError(monitor.abort_reason)
         if first is not None and (first.how in (RAISED, DIED, SILENT) or str(error).startswith(str(first))):
-            line.end(f"raised {headline(error)}", FOLLOWED)
+            monitor.end(f"raised {headline(error)}", FOLLOWED)
             self._write_after(first, self._because(str(first)))
             return RankMismatchError(str(first))
         if isinstance(error, RankMismatchError):
             self._share(str(error), f"raised {type(error).__name__} ({where_raised(error)}): {error}")
         else:
-            line.end(f"raised {headline(error)}", FOLLOWED)
+            monitor.end(f"raised {headline(error)}", FOLLOWED)
             self._write(f"raised {headline(error)}")
             self._before(type(error), error, trace)
         return error
 
     def _share(self, error: str, text: str) -> None:
         """Write an error of all ranks on the first one that ends with it."""
-        own = f"raised RankMismatchError: {error}"
-        self.line.end(own, FOLLOWED)
-        leader = self._first_with(own)
-        if leader.rank != self.line.rank:
+        ending = f"raised RankMismatchError: {error}"
+        self.monitor.end(ending, FOLLOWED)
+        leader = self._first_with(ending)
+        if leader.rank != self.monitor.rank:
             self._write_after(leader, f"ended for the same reason as rank {leader.rank}")
             return
         self._write(text)
-        self.line.printed()
+        self.monitor.printed()
 
     def _first_with(self, text: str) -> Ending:
         """The ending of the first rank that ends with this text: this one's, if no other does."""
-        endings = self.line.endings.values()
-        return next(ending for ending in endings if ending.text == text or ending.rank == self.line.rank)
+        endings = self.monitor.endings.values()
+        return next(ending for ending in endings if ending.text == text or ending.rank == self.monitor.rank)
 
     def _because(self, cause: str) -> str:
-        place, unit, first = self.line.place(), self.line.unit(), self.line.first()
+        place, unit, first = self.monitor.place(), self.monitor.unit(), self.monitor.first()
         gathers = unit and any(f".{call} " in place for call in ("forward", "backward"))
         if (
             gathers and first is not None and first.how == DIED and not torch.cuda.is_available()
@@ -140,16 +144,16 @@ class _Hook:
         )
 
     def _write_after(self, other: Ending, text: str) -> None:
-        """Write a line once another rank has written its error, and leave after it: the launcher then sees that one
-        first.
+        """Write a line once another rank has written its error, and wait until that rank has ended. The launcher then
+        sees that rank first.
         """
-        self.line.wait(lambda: self.line.has_printed(other.rank), _PRINTED)
+        self.monitor.wait(lambda: self.monitor.has_printed(other.rank), _PRINTED)
         self._write(text)
-        self.line.wait(lambda: self.line.is_gone(other.rank), _GONE)
+        self.monitor.wait(lambda: self.monitor.is_gone(other.rank), _GONE)
 
     def _write(self, text: str) -> None:
         sys.stderr.write(
-            f"unishard: rank {self.line.rank} of {self.line.size} {text}\n"
+            f"unishard: rank {self.monitor.rank} of {self.monitor.size} {text}\n"
         )  # at once, so that lines of ranks do not mix
         sys.stderr.flush()
 
@@ -186,14 +190,14 @@ def record(error: BaseException) -> None:
             os.replace(part, file)
 
 
-def install(line: MonitorClient) -> None:
-    """Let errors of this process be written by the rules of this module, and end it where it would wait for ranks that
+def install(monitor: MonitorClient) -> None:
+    """Write this process's errors by the rules of this module, and end the process where it would wait for ranks that
     are gone.
 
     Call it again after the process group has started: torch then replaces `sys.excepthook`.
     """
     global _hook
-    if _hook is None or _hook.line is not line:
-        _hook = _Hook(line)
-        line.when_doomed = StuckProcess(line, _hook.stop).look
+    if _hook is None or _hook.monitor is not monitor:
+        _hook = _Hook(monitor)
+        monitor.when_doomed = StuckProcess(monitor, _hook.stop).look
     _hook.put()

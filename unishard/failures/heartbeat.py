@@ -1,5 +1,5 @@
-"""Finds a process that answers nothing although its connection is open. It ends a run where it is known to be stopped;
-a machine that hangs ends the connection (`connections.keep_alive`).
+"""Finds a process that does not answer although its connection is open. If that process is known to be stopped, the run
+ends. If its machine hangs, the connection ends (`connections.keep_alive`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unishard.failures.process_state import is_stopped
 _logger = logging.getLogger("unishard")
 
 SILENT = "silent"
-"""How a rank has ended that answers nothing."""
+"""How a rank that no longer answers has ended."""
 TIMEOUTS = 6
 """After so many `communication.desync_timeout` without an answer, a rank that is stopped counts as ended."""
 _STEP = 1.0
@@ -22,7 +22,7 @@ _STEP = 1.0
 
 
 class HeartbeatTimeout:
-    """For how long others have sent nothing while a rank waits for them.
+    """Measures for how long other ranks have sent nothing while a rank waits for them.
 
     Used by the monitor, and by each rank for the monitor.
     """

@@ -1,9 +1,8 @@
-"""Ends this rank when the launcher that has started it is gone: ranks that go on would train beside those of the next
-start.
+"""Ends this rank when its launcher is gone: otherwise the rank would train beside those of the next start.
 
-Only where torchrun's agent has started it (`torchrun`, `unishard launch`, `accelerate launch`), which waits for its
-ranks to the end, and on Linux. A script that was started directly may outlive the shell that has started it; srun and
-mpirun end their tasks themselves.
+Only on Linux, and only for ranks of torchrun's agent (`torchrun`, `unishard launch`, `accelerate launch`), which waits
+until all its ranks have ended. A script that was started directly may outlive its shell; srun and mpirun end their
+tasks themselves.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from unishard.failures import monitor_client
 from unishard.failures.monitor_server import RAISED
 
 VARIABLE = "UNISHARD_LAUNCHER"
-"""The environment variable in which `unishard launch` names its process, so that ranks also notice an end before
-`prepare`."""
+"""The environment variable in which `unishard launch` names its process, so that ranks notice its end before `prepare`
+too."""
 _RUN = "TORCHELASTIC_RUN_ID"
 _POLL = 0.5
 _TERM, _SAVING = 30.0, 300.0
@@ -43,10 +42,10 @@ def this_process() -> str:
 def watch() -> None:
     """End this process once its launcher is gone. Does nothing the second time."""
     global _watching
-    found = _launcher() if _watching != os.getpid() else None
+    launcher = _launcher() if _watching != os.getpid() else None
     _watching = os.getpid()
-    if found is not None:
-        threading.Thread(target=_wait, args=found, name="unishard-launcher", daemon=True).start()
+    if launcher is not None:
+        threading.Thread(target=_wait, args=launcher, name="unishard-launcher", daemon=True).start()
 
 
 def _launcher() -> tuple[int, str] | None:
@@ -67,25 +66,25 @@ def _run_of(pid: int) -> str | None:
         variables = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
     except OSError:
         return None
-    return next((each.partition("=")[2] for each in variables if each.startswith(f"{_RUN}=")), None)
+    return next((variable.partition("=")[2] for variable in variables if variable.startswith(f"{_RUN}=")), None)
 
 
 def _wait(pid: int, when: str) -> None:
     while is_running(pid, when):
         time.sleep(_POLL)
-    line, saves = monitor_client.current(), bool(saving)
+    monitor, saves = monitor_client.current(), bool(saving)
     number = signal.SIGTERM if not saving or signal.SIGTERM in saving else saving[0]
     why = f"its launcher (process {pid}) is gone"
     with contextlib.suppress(OSError, ValueError):  # the launcher may have read what this process writes
-        what = "saves and ends" if saves else "ends"
+        action = "saves and ends" if saves else "ends"
         sys.stderr.write(
-            f"unishard: rank {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} {what} because "
+            f"unishard: rank {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} {action} because "
             f"{why}\n"
         )
         sys.stderr.flush()
-    if line is not None and not saves:
-        line.end(f"ended because {why}", RAISED)
-        line.printed()
+    if monitor is not None and not saves:
+        monitor.end(f"ended because {why}", RAISED)
+        monitor.printed()
     os.kill(os.getpid(), number)
     time.sleep(_SAVING if saves else _TERM)
     os._exit(128 + number)

@@ -73,7 +73,7 @@ def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
     make_room(topology.world_size)
     # No `device_id`: with one, `new_group` for a gloo group of some ranks deadlocks, since only the ranks outside the
     # group split NCCL's communicator (torch 2.11 to 2.14, distributed_c10d.py, _new_process_group_helper).
-    with monitor_client.asking():
+    with monitor_client.blocking_call():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             rank=topology.rank,
@@ -84,14 +84,14 @@ def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
     atexit.register(shutdown)
     note_start()
     if cuda and topology.world_size > 1:
-        with monitor_client.asking():
+        with monitor_client.blocking_call():
             devices.refuse_shared(torch.cuda.current_device())
     return topology
 
 
 def is_forked() -> bool:
-    """Whether a rank has forked this process, which has the connections and engines of that rank, and none of its
-    own.
+    """Whether a rank has forked this process. A forked process has copies of the rank's connections and engines, and
+    none of its own.
     """
     return _process not in (0, os.getpid())
 
@@ -133,9 +133,9 @@ def _keep_groups() -> None:
     """Let the interpreter of a forked process never free its groups: gloo would wait for threads that only the rank
     has (torch 2.13, ProcessGroupGloo.cpp, ~ProcessGroupGloo).
     """
-    for held in gc.get_referents(*gc.get_objects()):
-        if issubclass(type(held), dist.ProcessGroup):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    for referent in gc.get_referents(*gc.get_objects()):
+        if issubclass(type(referent), dist.ProcessGroup):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(referent))
 
 
 def _abort() -> None:

@@ -1,8 +1,8 @@
-"""The connection of each rank to the monitor on rank 0: by it a rank learns within milliseconds that another one has
+"""The connection of each rank to the monitor on rank 0. A rank learns from it within milliseconds that another rank has
 ended, and why.
 
-It is there from the first call that needs the other ranks, before the process group; a process that is killed closes it
-too.
+The first call that needs the other ranks opens it, before the process group starts. The system closes it for a process
+that is killed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import torch.distributed as dist
 from unishard.errors import ConfigError
 from unishard.failures import process_state
 from unishard.failures.connections import connect, own_address
+from unishard.failures.deadlocks import DeadlockDetector
 from unishard.failures.heartbeat import SILENT, HeartbeatTimeout
 from unishard.failures.monitor_server import DIED, ENDED, FOLLOWED, RAISED, MonitorServer
-from unishard.failures.verdict import Judge
 
 _POLL = 0.25
 """Seconds between two looks at a main thread that may be stuck."""
 _ASK = 1.0
-"""Seconds between two looks whether rank 0 still answers, while this rank waits in C++."""
+"""Seconds between two checks that rank 0 still answers, while this rank waits in C++."""
 
 _WEIGHTS = {RAISED: 0, DIED: 0, SILENT: 0, FOLLOWED: 1, ENDED: 1}
 """Which endings explain others."""
@@ -41,7 +41,7 @@ _WEIGHTS = {RAISED: 0, DIED: 0, SILENT: 0, FOLLOWED: 1, ENDED: 1}
 _logger = logging.getLogger("unishard")
 _current: MonitorClient | None = None
 _opened = 0
-"""Lines that this process has opened: each has keys of its own in the store."""
+"""Connections that this process has opened: each has keys of its own in the store."""
 
 
 class Ending(NamedTuple):
@@ -61,7 +61,7 @@ class MonitorClient:
     """One rank's connection. Any thread may use it."""
 
     def __init__(
-        self, connection: socket.socket, rank: int, size: int, server: MonitorServer | None, monitor: Any = None
+        self, connection: socket.socket, rank: int, size: int, server: MonitorServer | None, server_process: Any = None
     ) -> None:
         """Start the thread that listens.
 
@@ -70,46 +70,46 @@ class MonitorClient:
             rank: This rank.
             size: Number of ranks.
             server: The monitor, in its own process.
-            monitor: That process, see `process_state`.
+            server_process: That process, see `process_state`.
         """
         self.rank, self.size = rank, size
         self.thread = threading.get_ident()
         """The thread that trains."""
         self.endings: dict[int, Ending] = {}
         """Of all ranks that have ended, the first one first; the same order on every rank."""
-        self.verdict = ""
+        self.abort_reason = ""
         """Why no rank can go on, although all live; empty while they can."""
         self.place: Callable[[], str] = lambda: ""
         """Where this rank is, as `is in engine.forward (update 3)`; empty if unknown."""
         self.unit: Callable[[], str] = lambda: ""
         """The module that this rank has gathered last, as `layers.0 (LlamaDecoderLayer)`; empty if there was none."""
         self.when_doomed: Callable[[], None] = lambda: None
-        """Called a few times a second once another rank has ended, or there is a verdict."""
-        self._socket, self._server, self._monitor = connection, server, monitor
+        """Called a few times a second once another rank has ended, or no rank can go on."""
+        self._socket, self._server, self._server_process = connection, server, server_process
         self._heartbeat = HeartbeatTimeout()
         self._collected: dict[str, list[Any] | None] = {}
-        """What came under the keys that this rank waits for; None until then. The monitor answers again to who asks
-        later."""
-        self._asks = False
+        """The values of all ranks by key, for the keys that this rank waits for; None until they come. The monitor
+        answers again if a rank asks later."""
+        self._blocked = False
         self._printed: set[int] = set()
         self._gone: set[int] = set()
         self._closed = False
         self._news = threading.Condition()
         self._sending = threading.Lock()
-        threading.Thread(target=self._listen, name="unishard-line", daemon=True).start()
+        threading.Thread(target=self._listen, name="unishard-monitor-client", daemon=True).start()
         os.register_at_fork(after_in_child=self._close_in_child)
 
     # -- what a rank says --------------------------------------------------------------------------
 
     def collect(
-        self, key: str, value: Any, *, what: str = "", seconds: float | None = None, patience: float | None = None
+        self, key: str, value: Any, *, purpose: str = "", seconds: float | None = None, patience: float | None = None
     ) -> dict[int, Any]:
         """Give a value and get those of all ranks, as JSON. Collective; can be interrupted.
 
         Args:
             key: Used once.
             value: This rank's.
-            what: What is waited for, as in `has waited 10 s for rank 1 to call unishard.prepare`.
+            purpose: What is waited for, as in `has waited 10 s for rank 1 to call unishard.prepare`.
             seconds: After this time, what is there is returned; None to wait.
             patience: Seconds until a warning names the ranks that are waited for; None for no warning.
 
@@ -118,7 +118,7 @@ class MonitorClient:
         """
         with self._news:
             self._collected[key] = None
-        self.give(key, value, what=what, seconds=seconds, patience=patience)
+        self.give(key, value, purpose=purpose, seconds=seconds, patience=patience)
         self._heartbeat.rest()
         end = None if seconds is None else time.monotonic() + seconds + 1
         with self._news:
@@ -133,11 +133,18 @@ class MonitorClient:
         return {rank: value for value, spans in grouped for first, last in spans for rank in range(first, last + 1)}
 
     def give(
-        self, key: str, value: Any, *, what: str = "", seconds: float | None = None, patience: float | None = None
+        self, key: str, value: Any, *, purpose: str = "", seconds: float | None = None, patience: float | None = None
     ) -> None:
         """Give a value without waiting for those of the others; the arguments are those of `collect`."""
         self._send(
-            {"kind": "collect", "key": key, "value": value, "what": what, "seconds": seconds, "patience": patience}
+            {
+                "kind": "collect",
+                "key": key,
+                "value": value,
+                "purpose": purpose,
+                "seconds": seconds,
+                "patience": patience,
+            }
         )
 
     def status(self, status: Any) -> None:
@@ -147,21 +154,21 @@ class MonitorClient:
             self._heartbeat.rest()
 
     @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        """A block in which this rank may wait for others in C++ before the watchdog looks at it: a rank that does not
+    def blocking_call(self) -> Iterator[None]:
+        """A block in which this rank may wait for others in C++ before the watchdog sees it. A rank that does not
         answer is named.
         """
         self._heartbeat.rest()
-        self._asks = True
-        self._send({"kind": "asks", "asks": True})
+        self._blocked = True
+        self._send({"kind": "blocked", "blocked": True})
         try:
             yield
         finally:
-            self._asks = False
-            self._send({"kind": "asks", "asks": False})
+            self._blocked = False
+            self._send({"kind": "blocked", "blocked": False})
 
     def be_patient(self, seconds: float) -> None:
-        """Set `communication.desync_timeout`, on which it depends for how long a rank may not answer."""
+        """Set `communication.desync_timeout`, which limits how long a rank may not answer."""
         for silence in (self._heartbeat, *([self._server.heartbeat] if self._server is not None else [])):
             silence.patience = seconds
 
@@ -172,7 +179,7 @@ class MonitorClient:
         ask, silent = self._heartbeat.look((0,))
         if ask:
             self._send({"kind": "ping"})
-        if silent and self._heartbeat.has_ended(0, self._monitor):
+        if silent and self._heartbeat.has_ended(0, self._server_process):
             # What rank 0 reads first if it runs again.
             self._send({"kind": "ended", "text": f"has ended, since rank 0 {self._heartbeat.text}", "how": RAISED})
             with self._news:
@@ -196,16 +203,16 @@ class MonitorClient:
 
     @property
     def doomed(self) -> bool:
-        """Whether the run cannot go on: another rank has ended, or there is a verdict."""
-        return bool(self.verdict) or any(rank != self.rank for rank in list(self.endings))
+        """Whether the run cannot go on: another rank has ended, or no rank can go on."""
+        return bool(self.abort_reason) or any(rank != self.rank for rank in list(self.endings))
 
     def others(self) -> list[Ending]:
         """The other ranks that have ended, the first one first."""
         return [ending for ending in list(self.endings.values()) if ending.rank != self.rank]
 
     def first(self, seconds: float = 0.0) -> Ending | None:
-        """The ending of another rank that explains why this one cannot go on: an own error of it or its death before
-        anything else.
+        """The ending of another rank that explains why this one cannot go on. An error of its own, or its death, comes
+        before all others.
 
         Args:
             seconds: How long to wait for news.
@@ -216,13 +223,13 @@ class MonitorClient:
         return min(silent or self.others(), key=lambda ending: _WEIGHTS[ending.how], default=None)
 
     def cause(self, seconds: float = 0.0) -> str:
-        """Why the run cannot go on: the verdict, or the ending of another rank; empty if unknown.
+        """Why the run cannot go on: `abort_reason`, or the ending of another rank; empty if unknown.
 
         Args:
             seconds: How long to wait for news.
         """
         self.wait(lambda: self.doomed, seconds)
-        return self.verdict or str(self.first() or "")
+        return self.abort_reason or str(self.first() or "")
 
     def has_printed(self, rank: int) -> bool:
         """Whether a rank has written its error, or is gone."""
@@ -233,7 +240,7 @@ class MonitorClient:
         return rank in self._gone
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait for something that is heard."""
+        """Wait until a message makes a condition true."""
         with self._news:
             return self._news.wait_for(lambda: condition() or self._closed, seconds) and condition()
 
@@ -250,7 +257,7 @@ class MonitorClient:
             if not poll.poll(1000 * (_POLL if self.doomed else _ASK)):
                 if self.doomed:
                     self.when_doomed()
-                elif self._asks:
+                elif self._blocked:
                     self.ask()
                 continue
             try:
@@ -282,8 +289,8 @@ class MonitorClient:
                     self._gone.add(message["rank"])
                 case "printed":
                     self._printed.add(message["rank"])
-                case "verdict":
-                    self.verdict = message["text"]
+                case "abort":
+                    self.abort_reason = message["text"]
             self._news.notify_all()
         if message["kind"] == "ping":
             self._send({"kind": "pong"})
@@ -291,7 +298,7 @@ class MonitorClient:
             _logger.warning("rank %d %s", self.rank, message["text"])
 
     def close(self) -> None:
-        """Close the connection; the others hear that this rank has ended."""
+        """Close the connection. The other ranks learn that this one has ended."""
         self.end("has ended its program, or left it with sys.exit", ENDED)
         self._closed = True
         with contextlib.suppress(OSError):
@@ -305,21 +312,21 @@ class MonitorClient:
 
 
 def has_been_open() -> bool:
-    """Whether this process has ever opened a line."""
+    """Whether this process has ever opened a connection."""
     return _opened > 0
 
 
 def is_served(store: Any, seconds: float) -> bool:
-    """Wait until rank 0 has opened the next line of a run; can be interrupted.
+    """Wait until the monitor on rank 0 accepts the next connections of a run; can be interrupted.
 
     Args:
-        store: As in `open_line`.
+        store: As in `open_client`.
         seconds: How long to wait.
 
     Raises:
         DistNetworkError: The store is gone.
     """
-    keys = dist.PrefixStore(f"unishard/line/{_opened + 1}", store)  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
+    keys = dist.PrefixStore(f"unishard/monitor/{_opened + 1}", store)  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -334,17 +341,17 @@ def is_served(store: Any, seconds: float) -> bool:
 
 
 def current() -> MonitorClient | None:
-    """The line of this process; None with one rank, or where the monitor cannot be reached."""
+    """The connection of this process; None with one rank, or where the monitor cannot be reached."""
     return _current
 
 
-def asking() -> AbstractContextManager[None]:
-    """A block in which this rank may wait for others in C++; see `MonitorClient.asking`."""
-    return contextlib.nullcontext() if _current is None else _current.asking()
+def blocking_call() -> AbstractContextManager[None]:
+    """A block in which this rank may wait for others in C++; see `MonitorClient.blocking_call`."""
+    return contextlib.nullcontext() if _current is None else _current.blocking_call()
 
 
-def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: bool = False) -> MonitorClient | None:
-    """Open the line of this process. Collective: waits for rank 0, see `is_served`.
+def open_client(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: bool = False) -> MonitorClient | None:
+    """Connect this process to the monitor. Collective: waits for rank 0, see `is_served`.
 
     Args:
         store: A `torch.distributed.Store` that all ranks share.
@@ -358,14 +365,16 @@ def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: 
     """
     global _current, _opened
     _opened += 1
-    keys = dist.PrefixStore(f"unishard/line/{_opened}", store)  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
+    keys = dist.PrefixStore(f"unishard/monitor/{_opened}", store)  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
     server = None
     if rank == 0:
         token = secrets.token_hex(16)
-        asked = dist.PrefixStore(f"unishard/line/{_opened}", store.clone())  # type: ignore[attr-defined]  # a waiting request blocks others
-        server = MonitorServer(size, token, Judge(), lambda other: bool(asked.check([f"without/{other}"])), local=local)
+        asked = dist.PrefixStore(f"unishard/monitor/{_opened}", store.clone())  # type: ignore[attr-defined]  # a waiting request blocks others
+        server = MonitorServer(
+            size, token, DeadlockDetector(), lambda other: bool(asked.check([f"without/{other}"])), local=local
+        )
         keys.set("monitor", json.dumps([socket.gethostname(), own_address(), server.port, token, process_state.own()]))
-    machine, address, port, token, monitor = json.loads(keys.get("monitor"))
+    machine, address, port, token, server_process = json.loads(keys.get("monitor"))
     hello = {"token": token, "rank": rank, "size": size, "process": process_state.own()}
     for host in [*(["127.0.0.1"] if machine == socket.gethostname() else []), *hosts, address]:
         try:
@@ -374,7 +383,7 @@ def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: 
             _opened -= 1  # this process is none of the ranks, and its error is written as that of one which never came
             raise
         if connection is not None:
-            _current = MonitorClient(connection, rank, size, server, monitor)
+            _current = MonitorClient(connection, rank, size, server, server_process)
             return _current
     keys.set(f"without/{rank}", "")
     _logger.warning(
@@ -389,6 +398,6 @@ def open_line(store: Any, rank: int, size: int, hosts: Sequence[str], *, local: 
 
 
 def forget() -> None:
-    """Note that the line of this process is closed."""
+    """Note that the connection of this process is closed."""
     global _current
     _current = None

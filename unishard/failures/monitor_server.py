@@ -1,8 +1,8 @@
-"""The monitor on rank 0: a thread to which every rank holds a connection, so that the end of a process is known to all
-within milliseconds.
+"""The monitor on rank 0: a thread to which every rank keeps a connection, so that all ranks learn within milliseconds
+that a process has ended.
 
-It passes on what ranks say when they end, collects what all ranks have to give, and is silent in a healthy run.
-Messages are lines of JSON.
+It passes on why ranks end, and collects a value from every rank. It sends nothing in a healthy run. Messages are lines
+of JSON.
 """
 
 from __future__ import annotations
@@ -19,25 +19,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.failures.connections import keep_alive, listen
+from unishard.failures.deadlocks import Diagnosis
 from unishard.failures.heartbeat import SILENT, HeartbeatTimeout
-from unishard.failures.verdict import Judgement
 
 DIED, RAISED, FOLLOWED, ENDED = "died", "raised", "followed", "ended"
-"""How a rank's process has ended: without a word, with an error, with one that another rank has caused, or without an
-error."""
+"""How a rank's process has ended: without a message, with an error, with an error that another rank has caused, or
+without an error."""
 _TICK = 0.5
-"""Seconds between two looks at what ranks wait for."""
+"""Seconds between two checks of what ranks wait for."""
 _STOPPED = 5.0
-"""Seconds to wait for a rank that reads nothing, since its process is stopped."""
+"""Seconds to wait for a rank that reads nothing because its process is stopped."""
 _REMEMBERED = 32
 """Complete collections that a late rank can still ask for."""
 _LONGEST = 16 * 2**20
-"""Bytes of a message; what is longer does not come from a rank."""
-
-
+"""Bytes of a message; a longer one does not come from a rank."""
 _HELLO = 4096
-"""Bytes of the first message, before anybody knows that it comes from a rank."""
-
+"""Bytes of the first message, before the monitor knows that it comes from a rank."""
 
 _logger = logging.getLogger("unishard")
 
@@ -46,7 +43,7 @@ def _line_of(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-Judge = Callable[[Mapping[int, Any]], Judgement]
+DetectDeadlock = Callable[[Mapping[int, Any]], Diagnosis]
 
 
 class _Link:
@@ -63,13 +60,13 @@ class _Link:
 class _Collection:
     """Values of all ranks under one key."""
 
-    def __init__(self, what: str, missing: set[int]) -> None:
-        self.what = what
+    def __init__(self, purpose: str, missing: set[int]) -> None:
+        self.purpose = purpose
         self.missing = missing
         """The ranks that live and have given nothing."""
         self.began = time.monotonic()
         self.deadline: float | None = None
-        """When it is complete whoever is missing."""
+        """When it counts as complete even if ranks are missing."""
         self.patience: float | None = None
         """Seconds until a warning names the ranks that are missing."""
         self.values: dict[int, Any] = {}
@@ -100,18 +97,18 @@ class MonitorServer:
     """Serves the connections of all ranks in a thread of its own."""
 
     def __init__(
-        self, size: int, token: str, judge: Judge, unreachable: Callable[[int], bool], *, local: bool = False
+        self, size: int, token: str, detect: DetectDeadlock, unreachable: Callable[[int], bool], *, local: bool = False
     ) -> None:
         """Start the thread.
 
         Args:
             size: Number of ranks.
             token: What a rank must say first; others are refused.
-            judge: Called with the statuses of all ranks that live when each of them stands still.
+            detect: Called with the statuses of all ranks that live when each of them stands still.
             unreachable: Whether a rank has said elsewhere that it cannot connect.
             local: Whether all ranks are on this machine, so that no other one needs to connect.
         """
-        self._size, self._token, self._judge, self._unreachable = size, token, judge, unreachable
+        self._size, self._token, self._detect, self._unreachable = size, token, detect, unreachable
         self._listener = listen(size, local=local)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -119,13 +116,13 @@ class MonitorServer:
         self._links: dict[int, _Link] = {}
         self._ended: set[int] = set()
         self._endings: list[dict[str, Any]] = []
-        """What was said of them, and the verdict, for ranks that come later."""
+        """Their last messages, and why no rank can go on, for ranks that connect later."""
         self._collections: dict[str, _Collection] = {}
         self._statuses: dict[int, Any] = {}
         """Of the ranks that live and stand still."""
-        self._asking: set[int] = set()
-        """Ranks that may wait for others in C++, and cannot say more."""
-        self._judged = False
+        self._blocked: set[int] = set()
+        """Ranks that may wait for others in C++, and send nothing meanwhile."""
+        self._aborted = False
         self._considered = -_TICK
         self._asked = False
         """Whether statuses have come since they were considered."""
@@ -151,8 +148,10 @@ class MonitorServer:
         self._listener.close()
 
     def _somebody_waits(self) -> bool:
-        standing = self._statuses.keys() | self._asking
-        return any(not found.complete for found in self._collections.values()) or not standing.isdisjoint(self._links)
+        standing = self._statuses.keys() | self._blocked
+        return any(not collection.complete for collection in self._collections.values()) or not standing.isdisjoint(
+            self._links
+        )
 
     def _accept(self) -> None:
         try:
@@ -216,8 +215,8 @@ class MonitorServer:
                 self._consider()
             case "ended":
                 self._end(link.rank, message["text"], message["how"])
-            case "asks":
-                (self._asking.add if message["asks"] else self._asking.discard)(link.rank)
+            case "blocked":
+                (self._blocked.add if message["blocked"] else self._blocked.discard)(link.rank)
             case "printed":
                 self._cast(_line_of({"kind": "printed", "rank": link.rank}))
             case "ping":
@@ -236,24 +235,24 @@ class MonitorServer:
 
     def _give_up(self, why: str) -> None:
         """Tell all ranks, also those that connect later, that none can go on."""
-        self._judged = True
-        self._endings.append({"kind": "verdict", "text": why})
+        self._aborted = True
+        self._endings.append({"kind": "abort", "text": why})
         self._cast(_line_of(self._endings[-1]))
         for key in list(self._collections):
             self._finish(key)
 
     def _end(self, rank: int, text: str, how: str) -> None:
-        said = [{"kind": "gone", "rank": rank}] if how in (DIED, SILENT) else []
+        messages = [{"kind": "gone", "rank": rank}] if how in (DIED, SILENT) else []
         if rank not in self._ended:
             self._ended.add(rank)
-            self._asking.discard(rank)
-            said.insert(0, {"kind": "ended", "rank": rank, "text": text, "how": how})
+            self._blocked.discard(rank)
+            messages.insert(0, {"kind": "ended", "rank": rank, "text": text, "how": how})
             self._statuses.pop(rank, None)
-        for each in said:
-            self._endings.append(each)
-            self._cast(_line_of(each))
-        for key, found in list(self._collections.items()):
-            found.missing.discard(rank)
+        for message in messages:
+            self._endings.append(message)
+            self._cast(_line_of(message))
+        for key, collection in list(self._collections.items()):
+            collection.missing.discard(rank)
             self._finish(key)
 
     def _cast(self, line: bytes) -> None:
@@ -272,41 +271,41 @@ class MonitorServer:
     def _collect(self, link: _Link, message: dict[str, Any]) -> None:
         key = message["key"]
         if key not in self._collections:
-            complete = [each for each, found in self._collections.items() if found.complete]
+            complete = [known for known, collection in self._collections.items() if collection.complete]
             for old in complete[: max(0, len(complete) - _REMEMBERED)]:
                 del self._collections[old]
-            self._collections[key] = _Collection(message["what"], set(range(self._size)) - self._ended)
-        found = self._collections[key]
-        if found.complete:
-            self._write(link, found.answer)
+            self._collections[key] = _Collection(message["purpose"], set(range(self._size)) - self._ended)
+        collection = self._collections[key]
+        if collection.complete:
+            self._write(link, collection.answer)
             return
-        found.values[link.rank] = message["value"]
-        found.missing.discard(link.rank)
-        if found.deadline is None and message["seconds"] is not None:
-            found.deadline = time.monotonic() + message["seconds"]
-        if found.patience is None and message["patience"] is not None:
-            found.began, found.patience = time.monotonic(), message["patience"]
+        collection.values[link.rank] = message["value"]
+        collection.missing.discard(link.rank)
+        if collection.deadline is None and message["seconds"] is not None:
+            collection.deadline = time.monotonic() + message["seconds"]
+        if collection.patience is None and message["patience"] is not None:
+            collection.began, collection.patience = time.monotonic(), message["patience"]
         self._finish(key)
 
     def _finish(self, key: str, *, late: bool = False) -> None:
-        found = self._collections[key]
-        if found.complete or (found.missing and not (late or self._judged)):
+        collection = self._collections[key]
+        if collection.complete or (collection.missing and not (late or self._aborted)):
             return
-        found.finish(key)
-        self._cast(found.answer)
+        collection.finish(key)
+        self._cast(collection.answer)
 
     def _look(self) -> None:
         """Complete collections whose time is over, and warn of ranks that are waited for."""
         self._consider()
         now = time.monotonic()
-        for key, found in list(self._collections.items()):
-            if found.complete:
+        for key, collection in list(self._collections.items()):
+            if collection.complete:
                 continue
-            if found.deadline is not None and now >= found.deadline:
+            if collection.deadline is not None and now >= collection.deadline:
                 self._finish(key, late=True)
-            elif found.patience is not None and now >= found.began + found.patience:
-                self._warn(found, found.patience)
-                found.patience = None
+            elif collection.patience is not None and now >= collection.began + collection.patience:
+                self._warn(collection, collection.patience)
+                collection.patience = None
                 self._finish(key)
 
         self._ask()
@@ -324,33 +323,33 @@ class MonitorServer:
             if self.heartbeat.has_ended(rank, self._links[rank].process):
                 self._end(rank, self.heartbeat.text, SILENT)
 
-    def _warn(self, found: _Collection, seconds: float) -> None:
-        away = {rank for rank in found.missing if rank not in self._links and self._unreachable(rank)}
+    def _warn(self, collection: _Collection, seconds: float) -> None:
+        away = {rank for rank in collection.missing if rank not in self._links and self._unreachable(rank)}
         self._ended |= away
-        for each in self._collections.values():
-            each.missing -= away
-        missing = sorted(found.missing)
-        link = self._links.get(min(found.values, default=-1))
+        for other in self._collections.values():
+            other.missing -= away
+        missing = sorted(collection.missing)
+        link = self._links.get(min(collection.values, default=-1))
         if missing and link is not None:
             ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing[:16]))}"
-            self._send(link, {"kind": "late", "text": f"has waited {seconds:.0f} s for {ranks} {found.what}"})
+            self._send(link, {"kind": "late", "text": f"has waited {seconds:.0f} s for {ranks} {collection.purpose}"})
 
     # -- ranks that stand still --------------------------------------------------------------------
 
     def _consider(self) -> None:
-        """Judge, once the status of every rank that lives is known; all of them at once, and not at each status that
-        comes.
+        """Look for a deadlock once the status of every rank that lives is known: at all of them at once, not at each
+        status.
         """
         away = sum(rank not in self._links for rank in self._ended)
         live = len(self._links) - len(self._ended) + away
-        if not self._asked or self._judged or len(self._statuses) < live or len(self._links) + away < self._size:
+        if not self._asked or self._aborted or len(self._statuses) < live or len(self._links) + away < self._size:
             self._asked = False
             return
         if time.monotonic() - self._considered < _TICK:
             return
         self._considered, self._asked = time.monotonic(), False
-        verdict, late = self._judge(dict(self._statuses))
-        if verdict:
-            self._give_up(verdict)
+        abort_reason, late = self._detect(dict(self._statuses))
+        if abort_reason:
+            self._give_up(abort_reason)
         for rank, text in late.items():
             self._send(self._links[rank], {"kind": "late", "text": text})

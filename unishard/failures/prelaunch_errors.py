@@ -1,9 +1,8 @@
-"""Tells the ranks that wait in `unishard.prepare` of one that fails before it comes there.
+"""Report a rank that fails before `unishard.prepare` to the ranks that already wait there.
 
-Imports torch only when that happens.
-
-It begins with the first call that belongs to a rank of a run, never with an import: `unishard.load` of what
-`unishard launch` hands over, `unishard.dataloader`, or a call that waits for the other ranks.
+Importing unishard installs nothing. The first call of a rank in a run does: `unishard.load` of the config from
+`unishard launch`, `unishard.dataloader`, or a call that waits for the other ranks. Torch is imported only when a rank
+fails.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SHOWN = 300
 """Characters of an error's text."""
 
 _installed = False
-_told = False
+_announced = False
 _process = os.getpid()
 
 
@@ -41,9 +40,9 @@ def install() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if _is_early() and issubclass(kind, Exception):
             shown = readable(error)
-            what = str(shown).strip().partition("\n")[0][:_SHOWN]
+            first_line = str(shown).strip().partition("\n")[0][:_SHOWN]
             sys.stderr.write(
-                f"unishard: rank {topology.rank} of {topology.world_size} raised {kind.__name__}: {what}\n"
+                f"unishard: rank {topology.rank} of {topology.world_size} raised {kind.__name__}: {first_line}\n"
             )
             before(type(shown), shown, trace)
             _tell(error)
@@ -54,20 +53,22 @@ def install() -> None:
 
 
 def _is_helper(topology: Topology) -> bool:
-    """Whether a rank's process has started this one, which has its variables and ends as it likes."""
+    """Whether a rank's process has started this one. It inherits the rank's variables, but is not a rank."""
     try:
         parent = Path(f"/proc/{os.getppid()}/environ").read_text(errors="replace")
-        return Topology.from_environment(dict(each.partition("=")[::2] for each in parent.split("\0"))) == topology
+        return (
+            Topology.from_environment(dict(variable.partition("=")[::2] for variable in parent.split("\0"))) == topology
+        )
     except (OSError, ConfigError):
         return False
 
 
 def _is_early() -> bool:
-    """Whether this process has not come to the other ranks.
+    """Whether this process has not yet connected to the other ranks.
 
-    Where torch was never imported, none of them can wait for this one.
+    If it has never imported torch, no other rank can wait for it.
     """
-    if os.getpid() != _process or _told or "torch" not in sys.modules:
+    if os.getpid() != _process or _announced or "torch" not in sys.modules:
         return False
     from unishard.failures import monitor_client
 
@@ -75,8 +76,8 @@ def _is_early() -> bool:
 
 
 def _tell(error: BaseException) -> None:
-    global _told
-    _told = True
+    global _announced
+    _announced = True
     with contextlib.suppress(Exception):  # this process ends with its own error
         from unishard.failures import arrival, excepthook
 

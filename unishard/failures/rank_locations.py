@@ -1,4 +1,4 @@
-"""Where each rank is: for the messages of `unishard.failures.collective_check`, and for its verdict."""
+"""Where each rank is: for the messages of `unishard.failures.collective_check`, and to find deadlocks."""
 
 from __future__ import annotations
 
@@ -76,7 +76,11 @@ def where_is(thread: int) -> Location:
 
 def has_other_threads(thread: int) -> bool:
     """Whether a thread other than this one and the given one runs code of the user, which may join collectives too."""
-    others = [frame for each, frame in sys._current_frames().items() if each not in (thread, threading.get_ident())]
+    others = [
+        frame
+        for identifier, frame in sys._current_frames().items()
+        if identifier not in (thread, threading.get_ident())
+    ]
     return any(_is_users(entry) for frame in others for entry in traceback.extract_stack(frame))
 
 

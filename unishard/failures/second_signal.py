@@ -25,8 +25,8 @@ _installed = False
 
 
 def install() -> None:
-    """Look at the signals of this process from now on; not outside the main thread, nor where others read them, as
-    asyncio does.
+    """Watch the signals of this process from now on. Does nothing outside the main thread, or where another library
+    reads them, as asyncio does.
     """
     global _installed
     if _installed or threading.current_thread() is not threading.main_thread():
@@ -69,14 +69,14 @@ def _listen(reading: int, thread: int) -> None:
 
 def _end(number: int, thread: int) -> None:
     """End this process, and tell the other ranks."""
-    line = monitor_client.current()
-    place = "" if line is None else line.place()
+    monitor = monitor_client.current()
+    place = "" if monitor is None else monitor.place()
     where = place.removeprefix("is ") if place.startswith("is in ") else f"at {where_is(thread).text}"
     text = f"was stuck {where}, and was ended by a second {signal.Signals(number).name}"
-    who = f"rank {line.rank} of {line.size}" if line is not None else "this process"
+    who = f"rank {monitor.rank} of {monitor.size}" if monitor is not None else "this process"
     sys.stderr.write(f"unishard: {who} {text}\n")
     sys.stderr.flush()
-    if line is not None:
-        line.end(text, RAISED)
-        line.printed()
+    if monitor is not None:
+        monitor.end(text, RAISED)
+        monitor.printed()
     os._exit(128 + number)

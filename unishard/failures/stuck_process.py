@@ -20,29 +20,29 @@ class StuckProcess:
     interrupted.
     """
 
-    def __init__(self, line: MonitorClient, say: Callable[[str], None]) -> None:
+    def __init__(self, monitor: MonitorClient, say: Callable[[str], None]) -> None:
         """Start to look.
 
         Args:
-            line: The line of this process.
+            monitor: The connection of this process.
             say: Writes why the process ends.
         """
-        self._line, self._say = line, say
+        self._monitor, self._say = monitor, say
         self._position: tuple[int, ...] = ()
         self._since = 0.0
 
     def look(self) -> None:
         """Called a few times a second once the run cannot go on."""
-        now, before, self._position = time.monotonic(), self._position, position_of(self._line.thread)
-        line = self._line
+        now, before, self._position = time.monotonic(), self._position, position_of(self._monitor.thread)
+        monitor = self._monitor
         # A rank may go on without those that have ended well: rank 0 may compute, write and upload what it likes.
-        well = not line.verdict and all(ending.how == ENDED for ending in line.others())
-        if before != self._position or not may_wait_for_ranks(line.thread, surely=well):
+        well = not monitor.abort_reason and all(ending.how == ENDED for ending in monitor.others())
+        if before != self._position or not may_wait_for_ranks(monitor.thread, surely=well):
             self._since = now
             return
         # Where all ranks live, the end of one makes the collectives of the others fail, so that these raise an error.
-        grace = 2 * _GRACE if line.verdict and line.rank != line.size - 1 else _GRACE
+        grace = 2 * _GRACE if monitor.abort_reason and monitor.rank != monitor.size - 1 else _GRACE
         if now - self._since >= grace:
-            self._say(line.cause())
+            self._say(monitor.cause())
             sys.stderr.flush()
             os._exit(1)

@@ -12,16 +12,16 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from unishard.failures.call_log import CallLog
+from unishard.failures.deadlocks import BUSY, LEFT, MEETS, WAITS, Standstill
 from unishard.failures.device_wait import DeviceWait
 from unishard.failures.monitor_client import MonitorClient
 from unishard.failures.rank_locations import Location, has_other_threads, position_of, where_is
-from unishard.failures.verdict import BUSY, LEFT, MEETS, WAITS, Standstill
 
 _LONG = 6
 """Timeouts until a long call is reported that no other rank waits for."""
 _QUIET = 5.0
 """Seconds in one call until the monitor learns of it, at most: updates of large models take seconds."""
-_SAID = 64
+_REPORTED = 64
 """How many of the last calls it gets."""
 
 _logger = logging.getLogger("unishard")
@@ -44,7 +44,7 @@ class Watched(Protocol):
     """The last collectives on a device that the host may be waiting for, if any."""
     thread: int
     rank: int
-    line: MonitorClient | None
+    monitor: MonitorClient | None
 
     def give_up(self, why: str) -> None:
         """Make the next call fail, and release ranks that wait for this one."""
@@ -55,36 +55,36 @@ class _Watch:
 
     def __init__(self) -> None:
         self._warned = -1
-        self._told: tuple[Any, ...] | None = None
-        """What the monitor was told last of this call."""
+        self._reported: tuple[Any, ...] | None = None
+        """The last report of this call to the monitor."""
         self._position: tuple[int, ...] = ()
         self._blocked_since: float | None = None
 
     def look(self, check: Watched) -> None:
         """Tell the monitor where this rank is, if it has made no call for a while."""
-        if check.failed or check.line is None:
+        if check.failed or check.monitor is None:
             return
-        if check.line.verdict:
-            check.give_up(check.line.verdict)
+        if check.monitor.abort_reason:
+            check.give_up(check.monitor.abort_reason)
             return
         still = time.monotonic() - check.moved
         if still < min(_QUIET, check.timeout / 4):
             self._blocked_since = None
-            if self._told is not None:
-                self._told = None
-                check.line.status(None)
+            if self._reported is not None:
+                self._reported = None
+                check.monitor.status(None)
             return
-        check.line.ask()
+        check.monitor.ask()
         tail = check.call_log.tail()
         here = where_is(check.thread)
         doing, place, group = self._find(check, here)
         # Where a late rank is in the caller's code is reported at each look.
-        telling = (tail.epoch, tail.number, doing, int(2 * still / check.timeout) if here.inside else still)
-        if telling != self._told:
-            self._told, tail = telling, tail._replace(calls=tail.calls[-_SAID:])
+        report = (tail.epoch, tail.number, doing, int(2 * still / check.timeout) if here.inside else still)
+        if report != self._reported:
+            self._reported, tail = report, tail._replace(calls=tail.calls[-_REPORTED:])
             seconds = time.monotonic() - self._blocked_since if doing == WAITS and self._blocked_since else still
             inside, threads = here.inside or check.waiting, has_other_threads(check.thread)
-            check.line.status(Standstill(tail, doing, place, inside, seconds, check.timeout, group, threads))
+            check.monitor.status(Standstill(tail, doing, place, inside, seconds, check.timeout, group, threads))
         if doing != MEETS and here.inside and still >= _LONG * check.timeout and self._warned != tail.number:
             self._warned = tail.number
             _logger.warning(
@@ -125,12 +125,12 @@ def watch(check: Watched) -> None:
     reference, ended, interval = weakref.ref(check), threading.Event(), min(1.0, check.timeout / 10)
 
     def run() -> None:
-        own = _Watch()
+        watchdog = _Watch()
         while not ended.wait(interval):
             check = reference()
             if check is None or check.world is not dist.group.WORLD:
                 return
-            own.look(check)
+            watchdog.look(check)
             del check
 
     thread = threading.Thread(target=run, name="unishard-desync", daemon=True)

@@ -46,13 +46,13 @@ def report(engine: Engine, metrics: Mapping[str, Any], *, save: bool = True, sta
         train.report(dict(metrics))
         return None
     if engine._checkpoints.deletes:
-        what = "would delete checkpoints that Ray counts on; remove it, and set CheckpointConfig(num_to_keep=...)"
-        raise ConfigError([Problem("checkpoint.keep_last", what)])
-    found = engine.save(_root(train), state=state)
+        problem = "would delete checkpoints that Ray counts on; remove it, and set CheckpointConfig(num_to_keep=...)"
+        raise ConfigError([Problem("checkpoint.keep_last", problem)])
+    folder = engine.save(_root(train), state=state)
     engine.wait()  # Ray may hand it over at once
-    held = train.Checkpoint.from_directory(str(found)) if engine.is_main else None
-    train.report(dict(metrics), checkpoint=held, checkpoint_upload_mode=train.CheckpointUploadMode.NO_UPLOAD)
-    return found
+    checkpoint = train.Checkpoint.from_directory(str(folder)) if engine.is_main else None
+    train.report(dict(metrics), checkpoint=checkpoint, checkpoint_upload_mode=train.CheckpointUploadMode.NO_UPLOAD)
+    return folder
 
 
 def resume(engine: Engine) -> Resumed | None:

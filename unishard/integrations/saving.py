@@ -31,10 +31,10 @@ def replace_checkpoint(engine: Engine, folder: str | Path, state: Any = None) ->
     """
     before = finding.checkpoints(Path(folder))
     made = engine.save(folder, state=state)
-    for each in before:
+    for checkpoint in before:
         engine.wait()
-        if engine.is_main and each.path.name != made.name:
-            shutil.rmtree(each.path)
+        if engine.is_main and checkpoint.path.name != made.name:
+            shutil.rmtree(checkpoint.path)
     engine.framework.leave(folder)
 
 

@@ -57,20 +57,20 @@ class ExpectedMemory(Observer):
             planned = self._footprint
         except ConfigError:  # a pattern of an optimizer section that is not used here
             return
-        said = [
+        messages = [
             f"parameters {planned.parameters.total:,} bytes planned, {placement.param_bytes:,} held without padding"
         ]
         if device.type == "cuda":
             state = planned.persistent.device - planned.optimizer.device
-            said.append(
+            messages.append(
                 f"{state:,} bytes of state planned on the device, {torch.cuda.memory_allocated(device):,} allocated"
             )
-        _logger.debug("rank %d: %s", dist.get_rank(), "; ".join(said))
+        _logger.debug("rank %d: %s", dist.get_rank(), "; ".join(messages))
 
     def sent_bytes(self) -> int:
         """What this rank sends to others in an optimizer step; 0 if it cannot be planned."""
         try:
-            return sum(each.sent() for each in self._footprint.traffic)
+            return sum(transfer.sent() for transfer in self._footprint.traffic)
         except Exception:  # a figure for the log must not end a run
             _logger.debug("the traffic of this run cannot be planned", exc_info=True)
             return 0
@@ -93,13 +93,13 @@ class ExpectedMemory(Observer):
         return "\n".join(lines)
 
     def _activations(self) -> int:
-        """Bytes on the device beside the persistent ones; 0 where the allocator does not tell."""
+        """Bytes on the device beside the persistent ones; 0 if the allocator does not count them."""
         if not torch.cuda.is_available():
             return 0
-        held = self._footprint.persistent.device
+        state_bytes = self._footprint.persistent.device
         if not self._updated:
-            held -= self._footprint.optimizer.device
-        return max(0, torch.cuda.max_memory_allocated() - held)
+            state_bytes -= self._footprint.optimizer.device
+        return max(0, torch.cuda.max_memory_allocated() - state_bytes)
 
     def _changes(self, activations: int) -> Iterator[tuple[int, str]]:
         """Changes of the config and the bytes that they save, activations by rule of thumb."""

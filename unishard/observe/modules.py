@@ -70,12 +70,12 @@ class ModuleRecorder(Observer):
         weights = shard_norms(
             {name: adapter.master_shard(parameter) for name, parameter in named.items()}, adapter.device
         )
-        found = {
+        shards = {
             name: adapter.grad_shard(parameter, create=False)
             for name, parameter in named.items()
             if parameter.requires_grad
         }
-        norms = shard_norms({name: shard for name, shard in found.items() if shard is not None}, adapter.device)
+        norms = shard_norms({name: shard for name, shard in shards.items() if shard is not None}, adapter.device)
         self._window.divisor = divisor
         self._window.parameters = {
             name: (norm, norms[name] / divisor if name in norms else None) for name, norm in weights.items()
@@ -107,8 +107,8 @@ class ModuleRecorder(Observer):
     def _write(self, step: int, rows: list[dict[str, Any]]) -> None:
         lines: list[str] = []
         if self._continues and self._path.is_file():
-            kept = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
-            lines = [line for line in kept if _step_of(line) < step]
+            recorded = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = [line for line in recorded if _step_of(line) < step]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines += [json.dumps({"step": step} | {name: _finite(value) for name, value in row.items()}) for row in rows]
         self._path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -164,10 +164,10 @@ class _MeasuredWindow:
         self._add("output", index, tensor)
 
     @torch.no_grad()
-    def _add(self, what: str, index: int, tensor: Tensor) -> None:
+    def _add(self, quantity: str, index: int, tensor: Tensor) -> None:
         values = tensor.detach()
         total = values.sum(dtype=torch.float64 if values.dtype == torch.float64 else torch.float32)
-        self._sums[what].append(
+        self._sums[quantity].append(
             (index, values.numel(), torch.stack([norm_of(values).double().square(), total.double()]))
         )
 
@@ -191,13 +191,15 @@ class _MeasuredWindow:
             )
         return rows
 
-    def _summed(self, what: str) -> tuple[list[list[float]], list[float]]:
-        """Sum of squares, sum and elements of each module, and its place among them; all over the ranks. Collective."""
-        found = self._sums[what]
+    def _summed(self, quantity: str) -> tuple[list[list[float]], list[float]]:
+        """Sum of squares, sum and number of elements of each module, and its place, over all ranks. Collective."""
+        entries = self._sums[quantity]
         totals = torch.zeros(len(self._names), 3, dtype=torch.float64)
         places = torch.full((len(self._names),), math.inf, dtype=torch.float64)
-        values = torch.stack([sums for _, _, sums in found]).cpu() if found else torch.zeros(0, 2, dtype=torch.float64)
-        for place, ((index, count, _), sums) in enumerate(zip(found, values, strict=True)):
+        values = (
+            torch.stack([sums for _, _, sums in entries]).cpu() if entries else torch.zeros(0, 2, dtype=torch.float64)
+        )
+        for place, ((index, count, _), sums) in enumerate(zip(entries, values, strict=True)):
             totals[index] += torch.tensor([*sums.tolist(), count], dtype=torch.float64)
             places[index] = min(places[index].item(), place)
         if dist.get_world_size() > 1:

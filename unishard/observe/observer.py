@@ -70,16 +70,18 @@ class Observers(Observer):
         self._listen()
 
     def show(self, bar: Observer | None) -> Observer | None:
-        """Let the progress bar of another loop watch, or none; returns the one before."""
+        """Show the progress bar of another loop, or none; returns the previous one."""
         before, self._bar = self._bar, bar
         self._listen()
         return before
 
     def _listen(self) -> None:
-        watching = [each for each in (self._bar, *self._observers) if each is not None]
+        watching = [observer for observer in (self._bar, *self._observers) if observer is not None]
         for event in _EVENTS:
             tells = [
-                getattr(each, event) for each in watching if getattr(type(each), event) is not getattr(Observer, event)
+                getattr(observer, event)
+                for observer in watching
+                if getattr(type(observer), event) is not getattr(Observer, event)
             ]
             setattr(self, event, partial(_tell, tells[::-1] if event == "on_forward" else tells))
 
@@ -94,6 +96,6 @@ class Observers(Observer):
             self.on_saved(time.perf_counter() - began)
 
 
-def _tell(tells: Sequence[Callable[..., None]], *what: Any) -> None:
+def _tell(tells: Sequence[Callable[..., None]], *arguments: Any) -> None:
     for tell in tells:
-        tell(*what)
+        tell(*arguments)

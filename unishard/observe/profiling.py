@@ -110,8 +110,8 @@ class Profiling(Observer):
 def _write_timeline(trace: Path, to: Path) -> None:
     """Write the memory events of a trace: bytes allocated at each time."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    found = [(event["ts"], event["args"]["Total Allocated"]) for event in events if event.get("name") == "[memory]"]
-    points = [[time, size] for time, size in sorted(found)]
+    totals = [(event["ts"], event["args"]["Total Allocated"]) for event in events if event.get("name") == "[memory]"]
+    points = [[time, size] for time, size in sorted(totals)]
     to.write_text(
         json.dumps({"time": "microseconds, as in the trace", "memory": "bytes allocated", "points": points}),
         encoding="utf-8",

@@ -177,7 +177,7 @@ def _first_tensor(batch: Any) -> Tensor | None:
         items = islice(batch, 8)
     else:
         items = getattr(batch, "__dict__", {}).values()
-    return next((found for item in items if (found := _first_tensor(item)) is not None), None)
+    return next((tensor for item in items if (tensor := _first_tensor(item)) is not None), None)
 
 
 def _clock(seconds: float) -> str:

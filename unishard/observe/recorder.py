@@ -116,7 +116,7 @@ class MetricsRecorder(Observer):
             self._due = True
 
     def _measure(self, step: Step) -> dict[str, float]:
-        self._skipped += sum(each.skipped for each in self._steps)
+        self._skipped += sum(ended.skipped for ended in self._steps)
         self._steps = []
         now = time.perf_counter()
         seconds = max(now - (now if self._began is None else self._began) - self._idle, 1e-9)
@@ -183,7 +183,7 @@ class MetricsRecorder(Observer):
     def on_save(self) -> None:
         """Write the record of the step that is saved, so that a run that is killed after it and resumed lacks none."""
         if self._due:
-            self._write(own=False)
+            self._write(user_values=False)
 
     def on_saved(self, seconds: float) -> None:
         """Add a save's time."""
@@ -204,5 +204,5 @@ class MetricsRecorder(Observer):
         """Write what waits."""
         self._to.close()
 
-    def _write(self, *, own: bool = True) -> None:
-        self._to.write(but=("progress",) if has_terminal() else (), own=own)
+    def _write(self, *, user_values: bool = True) -> None:
+        self._to.write(but=("progress",) if has_terminal() else (), user_values=user_values)

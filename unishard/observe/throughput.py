@@ -30,11 +30,11 @@ def work_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work:
     not wait.
     """
     ids = kwargs.get("input_ids")
-    given = ids if isinstance(ids, Tensor) else next(tensors_in([args, kwargs]), None)
-    if given is None or not given.dim():
-        return Work(0 if given is None else 1, 0, 0)
-    counts = given is ids or (given.dim() == 2 and given.dtype in (torch.int32, torch.int64))
-    return Work(len(given), given.numel() if counts else 0, given.shape[-1] if counts else 0)
+    tokens = ids if isinstance(ids, Tensor) else next(tensors_in([args, kwargs]), None)
+    if tokens is None or not tokens.dim():
+        return Work(0 if tokens is None else 1, 0, 0)
+    counts = tokens is ids or (tokens.dim() == 2 and tokens.dtype in (torch.int32, torch.int64))
+    return Work(len(tokens), tokens.numel() if counts else 0, tokens.shape[-1] if counts else 0)
 
 
 class Flops(NamedTuple):

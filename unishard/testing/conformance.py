@@ -89,16 +89,16 @@ def _in_suite(cell: Cell) -> bool:
 
 @cache
 def _strategies_in_suite(area: str) -> dict[str, set[str]]:
-    """The strategies of each feature of an area: the one that the area has the fewest of so far; for the first, also
-    all that are left.
+    """The strategies of each feature of an area: the one that the features before use least. The first feature also has
+    all strategies that no other feature uses.
     """
     chosen: list[str] = []
     for feature in AREAS[area]:
         chosen.append(min(feature.strategies, key=chosen.count))
-    found = {feature.name: {strategy} for feature, strategy in zip(AREAS[area], chosen, strict=True)}
+    strategies = {feature.name: {strategy} for feature, strategy in zip(AREAS[area], chosen, strict=True)}
     first = AREAS[area][0]
-    found[first.name] |= set(first.strategies) - set(chosen)
-    return found
+    strategies[first.name] |= set(first.strategies) - set(chosen)
+    return strategies
 
 
 def _in_plain_suite(cell: Cell) -> bool:
@@ -207,10 +207,10 @@ def measure(backend: str, cell: Cell, together: Collection[Cell] = ()) -> Curve 
     Raises:
         AssertionError: The engine failed in this cell, or its ranks report different curves.
     """
-    found = _measure_group(backend, _members(cell, together))
-    if isinstance(found, RankFailure):
-        raise found
-    answers: list[Curve | Refusal | str] = [answers[cell] for answers in found]
+    measured = _measure_group(backend, _members(cell, together))
+    if isinstance(measured, RankFailure):
+        raise measured
+    answers: list[Curve | Refusal | str] = [answers[cell] for answers in measured]
     for rank, answer in enumerate(answers):
         if isinstance(answer, str):
             raise AssertionError(f"{backend}, {cell}: rank {rank} failed:\n{answer}")
@@ -235,7 +235,7 @@ def _suite() -> frozenset[Cell]:
 def _members(cell: Cell, together: Collection[Cell]) -> tuple[Cell, ...]:
     """The cells that share processes with a cell."""
     if together:
-        return tuple(each for each in together if each.world == cell.world)
+        return tuple(member for member in together if member.world == cell.world)
     return _members_by_area(_group_of(cell), cell.world)
 
 

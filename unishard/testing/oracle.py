@@ -257,8 +257,8 @@ def _settings(cfg: Optimizer, name: str) -> dict[str, float]:
         settings["weight_decay"] = 0.0
     for section in cfg.groups:
         if any(re.search(pattern, name) for pattern in section.params):
-            given = {"lr": section.lr, "weight_decay": section.weight_decay}
-            return settings | {option: value for option, value in given.items() if value is not None}
+            overrides = {"lr": section.lr, "weight_decay": section.weight_decay}
+            return settings | {option: value for option, value in overrides.items() if value is not None}
     return settings
 
 

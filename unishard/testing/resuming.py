@@ -94,20 +94,20 @@ def measure(pairs: Sequence[Pair], after: int = AFTER, before: int = BEFORE) -> 
         for world, runs in _by_world(dict.fromkeys(pair.saved for pair in pairs)).items():
             answers = run_ranks(world, _save_all, runs, folder, after, before, timeout=60 + 20 * len(runs))
             expected |= dict(zip(runs, answers[0], strict=True))
-        found: dict[Pair, _Rest] = {}
+        resumed_runs: dict[Pair, _Rest] = {}
         for world, resumed in _by_world(dict.fromkeys(pair.resumed for pair in pairs)).items():
             here = [pair for pair in pairs if pair.resumed in resumed]
             answers = run_ranks(world, _resume_all, here, folder, after, before, timeout=60 + 20 * len(here))
-            found |= dict(zip(here, answers[0], strict=True))
-    return {pair: _compare(expected[pair.saved], found[pair]) for pair in pairs}
+            resumed_runs |= dict(zip(here, answers[0], strict=True))
+    return {pair: _compare(expected[pair.saved], resumed_runs[pair]) for pair in pairs}
 
 
-def holds(pair: Pair, found: Resumption) -> bool:
+def holds(pair: Pair, resumption: Resumption) -> bool:
     """Whether a result is as expected: bit-equal for the same run, else within the bounds of the conformance suite."""
     bound = TOLERANCES[pair.saved.precision]
-    if pair.saved == pair.resumed and not found.same_bits:
+    if pair.saved == pair.resumed and not resumption.same_bits:
         return False
-    return found.same_state and found.first_losses <= bound.first_losses and found.losses <= bound.losses
+    return resumption.same_state and resumption.first_losses <= bound.first_losses and resumption.losses <= bound.losses
 
 
 class _Rest(NamedTuple):
@@ -127,13 +127,13 @@ def _by_world(runs: Iterable[ResumedRun]) -> dict[int, list[ResumedRun]]:
     return worlds
 
 
-def _compare(expected: _Rest, found: _Rest) -> Resumption:
-    deviations = [abs(now - then) / abs(then) for then, now in zip(expected.losses, found.losses, strict=True)]
+def _compare(expected: _Rest, resumed: _Rest) -> Resumption:
+    deviations = [abs(now - then) / abs(then) for then, now in zip(expected.losses, resumed.losses, strict=True)]
     return Resumption(
         first_losses=max(deviations[:3]),
         losses=max(deviations),
-        same_bits=expected.losses == found.losses and expected.digest == found.digest,
-        same_state=expected.hashes == found.hashes,
+        same_bits=expected.losses == resumed.losses and expected.digest == resumed.digest,
+        same_state=expected.hashes == resumed.hashes,
     )
 
 
@@ -188,12 +188,12 @@ def _rest(engine: unishard.Engine, updates: Iterator[float], folder: Path, after
     for name, _ in engine.module.named_parameters():
         digest.update(engine.weights.read(name).cpu().numpy().tobytes())
     tensors = manifest.read(folder).tensors
-    kept = [
+    hashes = [
         (name, facts.hash)
         for name, facts in tensors.items()
         if name.startswith((tensor_names.PARAMETERS, tensor_names.OPTIMIZER))
     ]
-    return _Rest(losses, digest.hexdigest(), tuple(kept))
+    return _Rest(losses, digest.hexdigest(), tuple(hashes))
 
 
 def _save_all(runs: Sequence[ResumedRun], root: str, after: int, before: int) -> list[_Rest]:

@@ -79,9 +79,9 @@ def _add(folder: Path, found: _Found) -> None:
     optimizer = _root(tensors, _OPTIMIZERS, "state.")
     for name in tensors:
         if optimizer is not None and name.startswith(optimizer + "state."):
-            found.shards[OPTIMIZER + name.removeprefix(optimizer + "state.")] = tensors.stretch(name)
+            found.shards[OPTIMIZER + name.removeprefix(optimizer + "state.")] = tensors.lazy(name)
         elif model is not None and name.startswith(model):
-            found.shards[PARAMETERS + name.removeprefix(model)] = tensors.stretch(name)
+            found.shards[PARAMETERS + name.removeprefix(model)] = tensors.lazy(name)
     if optimizer is not None:
         root = optimizer + "param_groups."
         values, skipped = read_objects(folder, root)

@@ -29,16 +29,16 @@ _COMPUTED = (
 
 
 def adapter_assets(model: Any) -> Assets:
-    """What `save_pretrained` would write, without tensors and model card: one folder per adapter, `default` at the top
-    level.
+    """The files that `save_pretrained` would write, without tensors and model card. Each adapter has a folder;
+    `default` is at the top level.
     """
     names: dict[str, dict[str, str]] = {}
     files: dict[str, bytes] = {}
     refusals = []
     for adapter in model.peft_config:
         folder = "" if adapter == "default" or len(model.peft_config) == 1 else f"{adapter}/"
-        found, refusal = _names(model, adapter)
-        names[f"{folder}adapter_model"] = found
+        adapter_names, refusal = _names(model, adapter)
+        names[f"{folder}adapter_model"] = adapter_names
         file = f"{folder}adapter_config.json"
         files |= optional(file, partial(_config, model, adapter, file))
         refusals += [refusal] if refusal else []
@@ -86,8 +86,8 @@ def _offline(model: Any, adapter: str) -> Iterator[None]:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    given = model.peft_config[adapter]
-    name = given.base_model_name_or_path
+    config = model.peft_config[adapter]
+    name = config.base_model_name_or_path
     if not name or (Path(name) / "config.json").exists():
         yield
         return
@@ -95,23 +95,23 @@ def _offline(model: Any, adapter: str) -> Iterator[None]:
         cached = try_to_load_from_cache(name, "config.json")
     except ValueError:  # not a valid name on the hub
         cached = None
-    local = copy.copy(given)
+    local = copy.copy(config)
     local.base_model_name_or_path = str(Path(cached).parent) if isinstance(cached, str) else None
     model.peft_config[adapter] = local
     try:
         yield
     finally:
-        model.peft_config[adapter] = given
+        model.peft_config[adapter] = config
 
 
 def _config(model: Any, adapter: str, file: str) -> dict[str, bytes]:
-    given = model.peft_config[adapter]
-    config = {key: sorted(value) if isinstance(value, set) else value for key, value in given.to_dict().items()}
+    peft_config = model.peft_config[adapter]
+    config = {key: sorted(value) if isinstance(value, set) else value for key, value in peft_config.to_dict().items()}
     config["inference_mode"] = True
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     kind = type(base)
-    if given.base_model_name_or_path is None:
+    if peft_config.base_model_name_or_path is None:
         config["base_model_name_or_path"] = getattr(base, "name_or_path", None) or None
-    if given.task_type is None:
+    if peft_config.task_type is None:
         config["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     return {file: json.dumps(config, indent=2, sort_keys=True).encode()}

@@ -110,12 +110,12 @@ class Assets(_Index):
             return DTYPES[word]
         config = self._config()
         named = config.get("dtype") or config.get("torch_dtype") or "float32"
-        found = next((dtype for dtype in DTYPES.values() if name_of(dtype) == named), None)
-        if found is None:
+        exported = next((dtype for dtype in DTYPES.values() if name_of(dtype) == named), None)
+        if exported is None:
             raise CheckpointError(
                 f"the model's {_CONFIG} has dtype {named!r}; choose the dtype of the export: {', '.join(DTYPES)}"
             )
-        return found
+        return exported
 
     def files_in(self, dtype: torch.dtype) -> dict[str, bytes]:
         """The other files of an export with this dtype, which the model's config names."""

@@ -58,10 +58,10 @@ def lay_out(assets: Assets, shards: Mapping[str, LazyShard], dtype: str | None, 
     if assets.refusal:
         raise CheckpointError(assets.refusal)
     target, most = assets.dtype_of(dtype), bytes_of(max_shard_size)
-    kept = set(assets.kept.get(name_of(target), ()))
+    kept_in_fp32 = set(assets.kept.get(name_of(target), ()))
 
     def dtype_of(*sources: str) -> torch.dtype:
-        return torch.float32 if kept.intersection(sources) else target
+        return torch.float32 if kept_in_fp32.intersection(sources) else target
 
     files: list[File] = []
     others = assets.files_in(target)
@@ -100,11 +100,11 @@ def available(source: str, shards: Mapping[str, LazyShard]) -> LazyShard:
 def _entry(
     name: str, source: str, piece: TensorSlice | None, shards: Mapping[str, LazyShard], target: torch.dtype
 ) -> ExportedTensor:
-    stretch = available(source, shards)
-    start, shape = (piece.start, tuple(piece.shape)) if piece else (0, tuple(stretch.shape))
-    if not 0 <= start <= start + math.prod(shape) <= stretch.shape.numel():
+    tensor = available(source, shards)
+    start, shape = (piece.start, tuple(piece.shape)) if piece else (0, tuple(tensor.shape))
+    if not 0 <= start <= start + math.prod(shape) <= tensor.shape.numel():
         raise CheckpointError(f"{name} is not within {source}; the checkpoint's assets/export.json is damaged")
-    return ExportedTensor(name, source, shape, target if stretch.dtype.is_floating_point else stretch.dtype, start)
+    return ExportedTensor(name, source, shape, target if tensor.dtype.is_floating_point else tensor.dtype, start)
 
 
 def _joined(name: str, sources: Sequence[str], shards: Mapping[str, LazyShard], target: torch.dtype) -> ExportedTensor:

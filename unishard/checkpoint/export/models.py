@@ -43,12 +43,12 @@ def stored_assets(module: nn.Module, shards: Mapping[str, LazyShard]) -> dict[st
     try:
         return assets_of(module, shards).to_files()
     except Exception as error:  # of any library or user
-        what = (
+        reason = (
             f"{type(module).__name__} cannot be exported from the checkpoint: {type(error).__name__}: {error}; to "
             "export it nevertheless, give the folder of its config: unishard export --model"
         )
-        warn_once(what)
-        return Assets(kind="plain", names={}, files={}, refusal=what).to_files()
+        warn_once(reason)
+        return Assets(kind="plain", names={}, files={}, refusal=reason).to_files()
 
 
 def _is_a(module: nn.Module, package: str, name: str) -> bool:

@@ -73,8 +73,8 @@ def export_checkpoint(
 def _assets(folder: Path, facts: Manifest) -> Assets:
     """The checkpoint's assets; only names if the checkpoint was converted from another tool and has none."""
     if INDEX not in facts.files:
-        found = [tensor_names.parameter_of(name) for name in facts.tensors]
-        names = {name: name for name in found if name is not None and name not in facts.ties}
+        parameters = [tensor_names.parameter_of(name) for name in facts.tensors]
+        names = {name: name for name in parameters if name is not None and name not in facts.ties}
         return Assets(kind="plain", names={"model": names}, files={})
     files: dict[str, bytes] = {}
     for name, file in facts.files.items():
@@ -93,12 +93,10 @@ def _assets(folder: Path, facts: Manifest) -> Assets:
 
 def _described(model: Path, facts: Manifest, tensors: Tensors) -> Assets:
 
-    shards = {
-        name: tensors.stretch(key) for key in facts.tensors if (name := tensor_names.parameter_of(key)) is not None
-    }
+    shards = {name: tensors.lazy(key) for key in facts.tensors if (name := tensor_names.parameter_of(key)) is not None}
     return assets_of_config(model, shards)
 
 
 def _checked(tensors: Tensors, source: str, facts: Manifest) -> LazyShard:
     name = tensor_names.PARAMETERS + source
-    return verified(tensors.stretch(name), tensors.folder, source, facts.tensors.get(name))
+    return verified(tensors.lazy(name), tensors.folder, source, facts.tensors.get(name))

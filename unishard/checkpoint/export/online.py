@@ -68,9 +68,9 @@ def export(
     everyone = ranks.each(facts)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
-            what = f"writes to {theirs[0]}" if theirs[0] != everyone[0][0] else "plans other files"
+            action = f"writes to {theirs[0]}" if theirs[0] != everyone[0][0] else "plans other files"
             raise RankMismatchError(
-                f"ranks export different things: rank 0 writes to {everyone[0][0]}, and rank {rank} {what}; call "
+                f"ranks export different things: rank 0 writes to {everyone[0][0]}, and rank {rank} {action}; call "
                 "export on every rank with the same folder, dtype and max_shard_size"
             )
     layout = planned[0]

@@ -1,4 +1,4 @@
-"""Files that are of use beside the weights, and never worth a run or its weights."""
+"""Files that are useful beside the weights. If they cannot be made, the run and its weights are kept all the same."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch.distributed as dist
 _logger = logging.getLogger("unishard")
 
 
-def optional(what: str, make: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
-    """Files that a checkpoint or an export can do without: none, and a warning, where they cannot be made."""
+def optional(subject: str, make: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
+    """Make files that a checkpoint or an export can do without. Warns and returns none if they cannot be made."""
     try:
         return make()
     except Exception as error:  # of any library or user
-        warn_once(f"{what} is missing in checkpoints and exports: {type(error).__name__}: {error}")
+        warn_once(f"{subject} is missing in checkpoints and exports: {type(error).__name__}: {error}")
         return {}
 
 

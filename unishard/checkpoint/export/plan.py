@@ -103,7 +103,7 @@ def plan(entries: Iterable[ExportedTensor], stem: str, max_bytes: int | None) ->
     """
     groups: list[list[ExportedTensor]] = [[]]
     filled = 0
-    for entry in sorted(entries, key=lambda each: _natural(each.name)):
+    for entry in sorted(entries, key=lambda tensor: _natural(tensor.name)):
         size = _bytes(entry)
         if groups[-1] and max_bytes is not None and filled + size > max_bytes:
             groups.append([])
@@ -126,7 +126,7 @@ def index_of(files: Sequence[File]) -> bytes:
 
 def _file(name: str, group: Sequence[ExportedTensor]) -> File:
     ordered = sorted(
-        group, key=lambda each: (_ORDER[_word(each)], each.name)
+        group, key=lambda tensor: (_ORDER[_word(tensor)], tensor.name)
     )  # as safetensors does, whatever the order of layers
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     starts: list[tuple[ExportedTensor, int]] = []

@@ -70,15 +70,15 @@ class _Converted(NamedTuple):
     names: dict[str, str]
     """The name in the model."""
     pieces: dict[str, TensorSlice]
-    """What part of it, where it is not all."""
+    """The part of the model's tensor, if it is not the whole tensor."""
     joined: dict[str, list[str]]
-    """The names in the model, where it is several tensors, one behind the other."""
+    """The names in the model, if the tensor consists of several, one after the other."""
     refusal: str | None = None
     """A reason where the files would hold something else."""
 
 
-def _refused(what: str, why: str) -> _Converted:
-    return _Converted({}, {}, {}, f"{what}: {_CONVERTED}{why}")
+def _refused(subject: str, why: str) -> _Converted:
+    return _Converted({}, {}, {}, f"{subject}: {_CONVERTED}{why}")
 
 
 def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> _Converted:
@@ -96,15 +96,15 @@ def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> _Converted:
     name_of = {_storage(tensor): name for name, tensor in empty.items()}
     try:
         with _KeepViews() as mode:
-            found: dict[str, Tensor] = revert_weight_conversion(model, dict(empty))
+            reverted: dict[str, Tensor] = revert_weight_conversion(model, dict(empty))
     except Exception as error:  # any error: a model that can be trained must still be saved
         return _refused(type(model).__name__, f" ({error}); {_INSTEAD}")
     converted = _Converted({}, {}, {})
-    for exported, tensor in found.items():
+    for exported, tensor in reverted.items():
         whole, parts = mode.joined.get(_storage(tensor), (tensor, [tensor]))
         names = [name_of.get(_storage(part), "") for part in parts]
         changed = any(
-            not each.is_contiguous() or each._version for each in (tensor, *parts)
+            not view.is_contiguous() or view._version for view in (tensor, *parts)
         )  # rearranged, or changed in place
         partial = whole is not parts[0] and any(
             name and part.shape != shapes[name] for name, part in zip(names, parts, strict=True)
@@ -125,8 +125,8 @@ def _storage(tensor: Tensor) -> int:
 
 
 class _KeepViews(TorchFunctionMode):
-    """Skips `Tensor.contiguous`, so that a non-contiguous view is not copied: a view of it may be contiguous again;
-    records joined rows.
+    """Skips `Tensor.contiguous`, so that a non-contiguous view is not copied: a view of it may be contiguous again.
+    Also records which tensors were joined along dim 0.
     """
 
     def __init__(self) -> None:
@@ -166,11 +166,11 @@ def _without_aliases(model: nn.Module, sources: dict[str, str]) -> list[str]:
 
 
 def _kept(model: nn.Module, sources: Mapping[str, str]) -> dict[str, list[str]]:
-    """Those of the tensors that the class keeps in fp32, by the dtype of an export."""
-    kept = {name_of(dtype): declared_by(model, word) for word, dtype in DTYPES.items()}
+    """The tensors that the class keeps in fp32, by the dtype of an export."""
+    declared = {name_of(dtype): declared_by(model, word) for word, dtype in DTYPES.items()}
     return {
         dtype: [*dict.fromkeys(sources[name] for name in sources if name in names)]
-        for dtype, names in kept.items()
+        for dtype, names in declared.items()
         if not names.isdisjoint(sources)
     }
 
@@ -199,8 +199,8 @@ def _code(model: Any, config: Any) -> dict[str, bytes]:
     """
     from transformers.dynamic_module_utils import custom_object_save
 
-    own = [each for each in (model, config) if each._auto_class is not None]
-    return written_by(lambda folder: [custom_object_save(each, folder, config=config) for each in own])
+    custom = [part for part in (model, config) if part._auto_class is not None]
+    return written_by(lambda folder: [custom_object_save(part, folder, config=config) for part in custom])
 
 
 def _generation_config(model: Any) -> dict[str, bytes]:

@@ -11,19 +11,18 @@ _PATCH = CORE_PRIVATE_API["buffers-in-files"]
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by all their names, in the order of `state_dict`, which engines hook into."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path, child in module.named_modules(remove_duplicate=False):
         parameters = child.named_parameters(recurse=False, remove_duplicate=False)
         for name, tensor in (*parameters, *persistent_buffers(child, recurse=False).items()):
-            found[f"{path}.{name}" if path else name] = tensor
-    return found
+            tensors[f"{path}.{name}" if path else name] = tensor
+    return tensors
 
 
 def persistent_buffers(module: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
     """Buffers that a state dict has, by all their names.
 
-    `state_dict` itself is no way to find them: hooks of engines and of the user move, rename and leave out tensors in
-    it.
+    Does not call `state_dict`, because hooks of engines and of the user move, rename and leave out tensors in it.
 
     Raises:
         BackendError: There are buffers, and this torch does not say which of them are persistent.
@@ -35,8 +34,8 @@ def persistent_buffers(module: nn.Module, *, recurse: bool = True) -> dict[str, 
 
 
 def _is_persistent(module: nn.Module, name: str) -> bool:
-    owner, _, own = name.rpartition(".")
-    return own not in module.get_submodule(owner)._non_persistent_buffers_set
+    owner, _, buffer = name.rpartition(".")
+    return buffer not in module.get_submodule(owner)._non_persistent_buffers_set
 
 
 def sources_of(module: nn.Module) -> dict[str, str]:

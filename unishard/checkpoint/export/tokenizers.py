@@ -41,12 +41,12 @@ def tokenizer_beside(folder: Path) -> dict[str, bytes]:
     """
     if not folder.is_dir():
         return {}
-    found = (
+    paths = (
         path
         for path in sorted(folder.iterdir())
         if path.is_file() and any(fnmatchcase(path.name, name) for name in _NAMES)
     )
-    return {path.name: _content(path) for path in found}
+    return {path.name: _content(path) for path in paths}
 
 
 def _content(path: Path) -> bytes:
@@ -72,10 +72,10 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
     if tokenizer is None:
         return {}
     if isinstance(tokenizer, str | Path):
-        found = tokenizer_beside(path_of(tokenizer, "tokenizer"))
-        if not found:
+        files = tokenizer_beside(path_of(tokenizer, "tokenizer"))
+        if not files:
             raise CheckpointError(f"{tokenizer}: no tokenizer here; give a folder that tokenizer.save_pretrained wrote")
-        return found
+        return files
     if not hasattr(tokenizer, "save_pretrained"):
         raise CheckpointError(
             f"tokenizer: got a {type(tokenizer).__name__}; pass a transformers tokenizer, or a folder with one"

@@ -59,9 +59,9 @@ def write(
     draft = Path(ranks.each(lambda: _begin(folder, files, overwrite) if ranks.rank == 0 else "")[0])
     try:
         shared_folder.require_shared(draft, ranks, folder, "the folder of an export")
-        held = ranks.each(lambda: _held(shards, files))
-        ranks.each(lambda: _refuse_gaps(shards, held) if ranks.rank == 0 else None)
-        ranks.each(lambda: _fill(draft, folder, shards, files, held, ranks.rank, advance))
+        intervals = ranks.each(lambda: _intervals(shards, files))
+        ranks.each(lambda: _refuse_gaps(shards, intervals) if ranks.rank == 0 else None)
+        ranks.each(lambda: _fill(draft, folder, shards, files, intervals, ranks.rank, advance))
         ranks.each(lambda: _finish(draft, folder, files, others, overwrite) if ranks.rank == 0 else None)
     except BaseException:
         if ranks.rank == 0:
@@ -89,14 +89,14 @@ def _begin(folder: Path, files: Sequence[File], overwrite: bool) -> str:
     return str(draft)
 
 
-def _held(shards: Mapping[str, LazyShard], files: Sequence[File]) -> dict[str, tuple[int, int]]:
+def _intervals(shards: Mapping[str, LazyShard], files: Sequence[File]) -> dict[str, tuple[int, int]]:
     sources = dict.fromkeys(place.entry.source for file in files for place in file.places)
     return {source: (shards[source].start, shards[source].end) for source in sources}
 
 
-def _refuse_gaps(shards: Mapping[str, LazyShard], held: Sequence[Mapping[str, tuple[int, int]]]) -> None:
-    for source in held[0]:
-        gap = missing([theirs[source] for theirs in held], shards[source].shape.numel())
+def _refuse_gaps(shards: Mapping[str, LazyShard], intervals: Sequence[Mapping[str, tuple[int, int]]]) -> None:
+    for source in intervals[0]:
+        gap = missing([theirs[source] for theirs in intervals], shards[source].shape.numel())
         if gap is not None:
             raise CheckpointError(
                 f"no rank holds element {gap} of {source}; every rank of the engine must take part in the export"
@@ -108,7 +108,7 @@ def _fill(
     folder: Path,
     shards: Mapping[str, LazyShard],
     files: Sequence[File],
-    held: Sequence[Mapping[str, tuple[int, int]]],
+    intervals: Sequence[Mapping[str, tuple[int, int]]],
     rank: int,
     advance: Advance,
 ) -> None:
@@ -117,7 +117,7 @@ def _fill(
             descriptor = os.open(draft / file.name, os.O_WRONLY)
             try:
                 for entry, at in file.places:
-                    begin, end = share([theirs[entry.source] for theirs in held], rank)
+                    begin, end = share([theirs[entry.source] for theirs in intervals], rank)
                     begin, end = max(begin, entry.start), min(end, entry.start + math.prod(entry.shape))
                     _put(descriptor, at, entry, shards[entry.source], begin, end, advance)
                 os.fsync(descriptor)
@@ -126,12 +126,12 @@ def _fill(
 
 
 def _put(
-    descriptor: int, at: int, entry: ExportedTensor, stretch: LazyShard, begin: int, end: int, advance: Advance
+    descriptor: int, at: int, entry: ExportedTensor, tensor: LazyShard, begin: int, end: int, advance: Advance
 ) -> None:
-    length = max(1, BLOCK // stretch.dtype.itemsize)
+    length = max(1, BLOCK // tensor.dtype.itemsize)
     while begin < end:
         until = min(end, (begin // length + 1) * length)
-        data: memoryview = _cast(stretch.read(begin, until), entry).view(torch.uint8).numpy().data
+        data: memoryview = _cast(tensor.read(begin, until), entry).view(torch.uint8).numpy().data
         place = at + (begin - entry.start) * entry.dtype.itemsize
         advance(len(data))
         while data:

@@ -148,7 +148,7 @@ class CallOrder:
         """
         if self._member is not None:
             self._slowest = self._member.check_now(
-                call, self._where(detail), self._seconds, skipped=skipped, order=order, held=held
+                call, self._where(detail), self._seconds, skipped=skipped, order=order, equal_values=held
             )
 
     @contextmanager

@@ -22,7 +22,7 @@ from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.gathered_results import describe, gather, has_rows
 from unishard.engine.loop.lockstep import Call, Lockstep
 from unishard.errors import ContractError
-from unishard.failures.endings import naming_causes
+from unishard.failures.endings import explain_lost_connections
 from unishard.sequence.split_sequences import SplitSequences
 
 
@@ -97,7 +97,7 @@ class Evaluation:
         def generate(*args: Any, **kwargs: Any) -> Any:
             if self._running:
                 return own(*args, **kwargs)
-            with naming_causes(), as_no_grad():
+            with explain_lost_connections(), as_no_grad():
                 return self.generate(*args, **kwargs)
 
         return generate

@@ -21,7 +21,7 @@ from unishard.engine.model.weight_files import facts_of, files_of, instead_of, o
 from unishard.engine.model.weight_sources import sources_of
 from unishard.errors import ModelError
 from unishard.failures import lifetime, monitor_client
-from unishard.failures.endings import naming_causes
+from unishard.failures.endings import explain_lost_connections
 
 
 def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> nn.Module:
@@ -74,7 +74,7 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
             set_reader(parameters[name], source.read)
         elif name in buffers:
             buffers[name].copy_(source.read(0, buffers[name].numel()).view(buffers[name].shape))
-    with naming_causes(), monitor_client.asking():
+    with explain_lost_connections(), monitor_client.blocking_call():
         agreement.agree(facts_of(folder, files), f"files in {folder}")
     return model.eval()
 

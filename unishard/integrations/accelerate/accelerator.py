@@ -56,11 +56,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 [Problem(plugins[0], "is not for unishard's Accelerator; write what it says in the config")]
             )
         precision = kwargs.pop("mixed_precision", None) or os.environ.get("ACCELERATE_MIXED_PRECISION")
-        said = {
+        arguments = {
             "precision.compute": None if precision == "no" else precision,
             "training.gradient_accumulation_steps": kwargs.get("gradient_accumulation_steps"),
         }
-        config = agreed(config_of(cfg), said)
+        config = agreed(config_of(cfg), arguments)
         if "gradient_accumulation_plugin" not in kwargs:
             kwargs["gradient_accumulation_steps"] = config.training.gradient_accumulation_steps
         compute = config.precision.compute
@@ -88,8 +88,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # -- engines -----------------------------------------------------------------------------------
 
     def engine_of(self, model: nn.Module) -> Engine | None:
-        """The engine of a prepared model; None for one that has none."""
-        engines = (*(each.engine for each in self._trained), *self._replicas)
+        """The engine of a prepared model; None if it has none."""
+        engines = (*(trained.engine for trained in self._trained), *self._replicas)
         return next((engine for engine in engines if engine.module is model), None)
 
     @property
@@ -97,54 +97,54 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """The engine of the one model that trains.
 
         Raises:
-            ContractError: None does, or several.
+            ContractError: No model trains, or several do.
         """
         return self._one(self._trained).engine
 
-    def _one(self, found: list[Trained]) -> Trained:
-        if len(found) != 1:
+    def _one(self, candidates: list[Trained]) -> Trained:
+        if len(candidates) != 1:
             raise ContractError(
-                f"{len(found)} prepared models could be meant, not one; prepare a model with its optimizer, and call "
-                "backward once for each forward"
+                f"{len(candidates)} prepared models could be meant, not one; prepare a model with its optimizer, and "
+                "call backward once for each forward"
             )
-        return found[0]
+        return candidates[0]
 
     def _that_trains(self, loss: Tensor) -> Trained:
-        """The model that a loss is of: the only one, the only one that ran, or the only one that the loss reaches."""
-        found = self._trained if len(self._trained) == 1 else [each for each in self._trained if each.ran]
-        if len(found) > 1:
-            found = [each for each in found if each.engine.framework.reached_by(loss)]
-        if len(found) > 1:
-            names = " and ".join(type(each.model).__name__ for each in found)
+        """The model of a loss: the only one, the only one that ran, or the only one that the loss reaches."""
+        candidates = self._trained if len(self._trained) == 1 else [trained for trained in self._trained if trained.ran]
+        if len(candidates) > 1:
+            candidates = [trained for trained in candidates if trained.engine.framework.reached_by(loss)]
+        if len(candidates) > 1:
+            names = " and ".join(type(trained.model).__name__ for trained in candidates)
             raise ContractError(
-                f"the loss reaches the parameters of {len(found)} prepared models, {names}, and would leave "
+                f"the loss reaches the parameters of {len(candidates)} prepared models, {names}, and would leave "
                 "gradients on each; run the forward and the backward of a loss that trains only one of them inside "
                 "`with accelerator.engine_of(other).weights.frozen():` for each other one"
             )
-        return self._one(found)
+        return self._one(candidates)
 
     def _train(self, optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> Trained:
-        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        found = [model for model in models if not held.isdisjoint(model.parameters())]
-        if len(found) != 1:
+        optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        owners = [model for model in models if not optimized.isdisjoint(model.parameters())]
+        if len(owners) != 1:
             raise ContractError(
-                f"{type(optimizer).__name__} has parameters of {len(found)} models that were prepared without an "
+                f"{type(optimizer).__name__} has parameters of {len(owners)} models that were prepared without an "
                 "optimizer, not of one; give each model one optimizer, and prepare both together"
             )
-        trained = Trained(prepare(found[0], self.config, optimizer, reseed=False), optimizer)
+        trained = Trained(prepare(owners[0], self.config, optimizer, reseed=False), optimizer)
         self._trained.append(trained)
-        self._untrained = [model for model in self._untrained if model is not found[0]]
+        self._untrained = [model for model in self._untrained if model is not owners[0]]
         return trained
 
     # -- prepare -----------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerate's; a model is sharded where its optimizer is prepared."""
-        models = [each for each in args if isinstance(each, nn.Module) and self.engine_of(each) is None]
+        models = [argument for argument in args if isinstance(argument, nn.Module) and self.engine_of(argument) is None]
         self._untrained += [model for model in models if all(model is not other for other in self._untrained)]
-        for each in args:
-            if isinstance(each, torch.optim.Optimizer) and self._wrapped(each) is None:
-                self._train(each, self._untrained)
+        for argument in args:
+            if isinstance(argument, torch.optim.Optimizer) and self._wrapped(argument) is None:
+                self._train(argument, self._untrained)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -166,8 +166,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return True
 
     def _wrapped(self, optimizer: torch.optim.Optimizer) -> EngineOptimizer | None:
-        found = (each.optimizer for each in self._trained)
-        return next((each for each in found if optimizer in (each, each.optimizer)), None)
+        wrappers = (wrapper.optimizer for wrapper in self._trained)
+        return next((wrapper for wrapper in wrappers if optimizer in (wrapper, wrapper.optimizer)), None)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -195,16 +195,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """A block whose micro-batches do not end their window."""
-        found = [each for each in self._trained if each.model is model]
-        with found[0].inside_window() if found else super().no_sync(model):
+        matches = [trained for trained in self._trained if trained.model is model]
+        with matches[0].inside_window() if matches else super().no_sync(model):
             yield
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Refuse, with several processes: each takes part in the forward of all others.
+        """Refuse with several processes, since each takes part in the forwards of all others.
 
         Raises:
-            ContractError: There are several.
+            ContractError: There are several processes.
         """
         if self.num_processes > 1:
             raise ContractError(
@@ -228,9 +228,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise ContractError(
                 f"clip_grad_norm_ has norm_type={norm_type}, but engines clip by the L2 norm; leave it out"
             )
-        given = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-        found = [each for each in self._trained if len(self._trained) == 1 or {*each.model.parameters()} & {*given}]
-        return self._one(found).clip(given, max_norm)
+        clipped = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        matches = [
+            trained
+            for trained in self._trained
+            if len(self._trained) == 1 or {*trained.model.parameters()} & {*clipped}
+        ]
+        return self._one(matches).clip(clipped, max_norm)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Refuse: engines clip by the norm.
@@ -269,13 +273,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Raises:
             ContractError: Between `backward` and `optimizer.step()`.
         """
-        for each in self._trained:
-            each.require_no_gradients("save_state")
+        for trained in self._trained:
+            trained.require_no_gradients("save_state")
         with self._without_engines():
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         self.wait_for_everyone()
-        for index, each in enumerate(self._trained):
-            replace_checkpoint(each.engine, Path(folder) / _FOLDER.format(index))
+        for index, trained in enumerate(self._trained):
+            replace_checkpoint(trained.engine, Path(folder) / _FOLDER.format(index))
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
@@ -294,9 +298,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     f"{input_dir} has no {folder.name}, so it was not saved by unishard's Accelerator; to start from "
                     "only its weights, load them into the model before prepare"
                 )
-        for folder, each in zip(folders, self._trained, strict=True):
+        for folder, trained in zip(folders, self._trained, strict=True):
             if folder.is_dir():
-                each.load(str(folder))
+                trained.load(str(folder))
         with self._without_engines():  # after the engines, which restore a random state too
             super().load_state(input_dir, load_kwargs, **kwargs)
 
@@ -325,8 +329,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def close(self) -> None:
         """Close the engines; the models cannot be used afterwards."""
-        for each in self._trained:
-            each.close()
+        for trained in self._trained:
+            trained.close()
         for engine in self._replicas:
             engine.close()
         self._trained, self._replicas, self._untrained = [], [], []

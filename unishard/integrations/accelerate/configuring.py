@@ -53,15 +53,15 @@ def config_of(source: Config | str | Path | Mapping[str, Any] | None) -> Config:
     if source is None and not launched and CONFIG in os.environ:
         return load()
     if source is None and not launched:
-        what = (
+        problem = (
             "no config; write Accelerator('train.yaml') with one of unishard or of `accelerate config`, set "
             f"{FILE}=train.yaml, or start the script by `unishard launch train.yaml`, or by `accelerate launch` with "
             "FSDP or DeepSpeed"
         )
-        raise ConfigError([Problem("Accelerator", what)])
+        raise ConfigError([Problem("Accelerator", problem)])
     if source is not None and launched:
-        what = "is set beside a config of unishard; start the script without FSDP and DeepSpeed, as with torchrun"
-        raise ConfigError([Problem(launched[0], what)])
+        problem = "is set beside a config of unishard; start the script without FSDP and DeepSpeed, as with torchrun"
+        raise ConfigError([Problem(launched[0], problem)])
     cfg = translated(_of_launch(launched[0])) if source is None else _of_source(source)
     for name in launched:  # otherwise Accelerate would build that engine itself
         del os.environ[name]
@@ -95,20 +95,20 @@ def translated(
         raise ConfigError(refused)
     for item in outcome.of(Fit.APPROXIMATE):
         _logger.warning("%s: %s", item.key, item.note)
-    kept = {name for name in outcome.document if (name in sections if sections else name not in _SCRIPTS)}
-    return load({name: value for name, value in outcome.document.items() if name in kept})
+    fields = {name for name in outcome.document if (name in sections if sections else name not in _SCRIPTS)}
+    return load({name: value for name, value in outcome.document.items() if name in fields})
 
 
 def _of_launch(engine: str) -> Native:
-    """The file that `accelerate launch` has read, from the variables that it sets."""
+    """The config file of `accelerate launch`, from the variables that it sets."""
     kind, environment = _ENGINES[engine], os.environ
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    own = {"distributed_type": kind, "mixed_precision": precision}
+    document = {"distributed_type": kind, "mixed_precision": precision}
     if kind == "DEEPSPEED":
-        said = {key: environment[name] for name, key in _DEEPSPEED.items() if name in environment}
-        return {**own, "deepspeed_config": {key: _value(text) for key, text in said.items() if text != "none"}}
+        settings = {key: environment[name] for name, key in _DEEPSPEED.items() if name in environment}
+        return {**document, "deepspeed_config": {key: _value(text) for key, text in settings.items() if text != "none"}}
     named = {_FSDP.get(name, name.lower()): text for name, text in environment.items() if name.startswith("FSDP_")}
-    return {**own, "fsdp_config": {key: _value(text) for key, text in named.items() if text != "None"}}
+    return {**document, "fsdp_config": {key: _value(text) for key, text in named.items() if text != "None"}}
 
 
 def _value(text: str) -> Any:
@@ -123,29 +123,29 @@ def _value(text: str) -> Any:
     return text
 
 
-def agreed(cfg: Config, said: Mapping[str, Any]) -> Config:
-    """The config with what a framework's own arguments say too.
+def agreed(cfg: Config, arguments: Mapping[str, Any]) -> Config:
+    """The config, with the settings of a framework's own arguments added.
 
     Args:
         cfg: The config.
-        said: Values by field; None where they do not say.
+        arguments: Values by field; None for fields that they do not set.
 
     Raises:
         ConfigError: They contradict the config.
     """
     written = dict(flat(cfg.model_dump(exclude_unset=True)))
-    said = {field: value for field, value in said.items() if value is not None}
-    for field, value in said.items():
+    arguments = {field: value for field, value in arguments.items() if value is not None}
+    for field, value in arguments.items():
         if written.get(field, value) != value:
-            what = f"is {written[field]}, but the framework's arguments say {value}; write it in one place"
-            raise ConfigError([Problem(field, what)])
-    return cfg.override(*(f"{field}={value}" for field, value in said.items() if field not in written))
+            problem = f"is {written[field]}, but the framework's arguments say {value}; write it in one place"
+            raise ConfigError([Problem(field, problem)])
+    return cfg.override(*(f"{field}={value}" for field, value in arguments.items() if field not in written))
 
 
 def unsharded_in_one_process(cfg: Config) -> Config:
-    """The config for a process that no launcher has started: with nothing to shard, its model stays a plain module.
+    """The config for a process that no launcher has started. Nothing is sharded, so its model stays a plain module.
 
-    So a script may read, copy and save the model after it has trained, as with the framework itself. A model in another
+    A script may then read, copy and save the model after training, as with the framework itself. A model in another
     dtype than its weights, or outside the device's memory, is not plain.
     """
     numbers, offload = cfg.precision, cfg.offload

@@ -59,7 +59,7 @@ class Trained:
     def _after_forward(self, model: nn.Module) -> None:
         if model is not self.model or not model.training or not torch.is_grad_enabled() or self.engine._order.frozen:
             return
-        if not any(each.requires_grad for _, each in self._named):
+        if not any(parameter.requires_grad for _, parameter in self._named):
             raise ContractError(
                 f"all parameters of {type(model).__name__} were frozen after prepare, and engines keep theirs; to "
                 "train another model through it, run that one's forward and backward inside `with "
@@ -67,16 +67,16 @@ class Trained:
             )
         self.ran = True
 
-    def _save_all_weights(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _save_all_weights(self, save: Callable[..., Any]) -> Callable[..., Any]:
         """The model's `save_pretrained` with all weights, on the ranks that have them. Collective without them."""
 
         def save_pretrained(*args: Any, **kwargs: Any) -> Any:
-            given = kwargs.get("state_dict")
-            weights = self.engine.weights.state_dict() if given is None else given
+            state_dict = kwargs.get("state_dict")
+            weights = self.engine.weights.state_dict() if state_dict is None else state_dict
             if not weights:
                 return None
             with only_names(self.model):  # for which peft asks
-                return own(*args, **kwargs | {"state_dict": weights})
+                return save(*args, **kwargs | {"state_dict": weights})
 
         return save_pretrained
 
@@ -106,9 +106,11 @@ class Trained:
         """
         if self._held or not self.waits:
             return None
-        given = {id(each): each for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
-        missing = [name for name, each in self._named if each.requires_grad and id(each) not in given]
-        if missing and not self._are_all(given):
+        clipped = {
+            id(parameter): parameter for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters)
+        }
+        missing = [name for name, parameter in self._named if parameter.requires_grad and id(parameter) not in clipped]
+        if missing and not self._are_all(clipped):
             raise ContractError(
                 f"clip_grad_norm_ was called without {missing[0]}, but the norm is that of all parameters that train; "
                 "pass model.parameters()"
@@ -117,13 +119,11 @@ class Trained:
             self._max_norm = float(max_norm)
         return self.engine.gradients.norm()
 
-    def _are_all(self, given: Mapping[int, Tensor]) -> bool:
-        """Whether these are all parameters that train, as they were before `prepare`, or as a forward has gathered
-        them.
-        """
-        trained = [each for each in self.model.parameters() if each.requires_grad]
-        before = sum(each.requires_grad and same_model(each, trained[0]) for each in given.values())
-        return before == len(trained) or {id(each) for each in trained} <= given.keys()
+    def _are_all(self, clipped: Mapping[int, Tensor]) -> bool:
+        """Whether these are all parameters that train: as they were before `prepare`, or as a forward gathers them."""
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        before = sum(parameter.requires_grad and same_model(parameter, trained[0]) for parameter in clipped.values())
+        return before == len(trained) or {id(parameter) for parameter in trained} <= clipped.keys()
 
     def require_no_gradients(self, call: str) -> None:
         """Refuse what would lose the gradients of a window.

@@ -38,13 +38,13 @@ def config_of(cfg: Config | str | Path | Mapping[str, Any] | None, arguments: Ma
         ConfigError: It cannot be loaded, or resumes by itself; or an argument is one that only DDP has.
     """
     if wrong := sorted(arguments.keys() - _ARGUMENTS):
-        what = f"{', '.join(wrong)} would be for DDP; remove it, and write in the config what it means, such as "
-        raise ConfigError([Problem("", what + "sharding.conditional_modules for find_unused_parameters")])
-    found = cfg if isinstance(cfg, Config) else unishard.load(cfg)
-    if found.checkpoint.on_existing == "resume":
-        what = "resume would not reach Lightning's loops; remove it, and pass ckpt_path to fit, or call fabric.load"
-        raise ConfigError([Problem("checkpoint.on_existing", what)])
-    return found
+        problem = f"{', '.join(wrong)} would be for DDP; remove it, and write in the config what it means, such as "
+        raise ConfigError([Problem("", problem + "sharding.conditional_modules for find_unused_parameters")])
+    config = cfg if isinstance(cfg, Config) else unishard.load(cfg)
+    if config.checkpoint.on_existing == "resume":
+        problem = "resume would not reach Lightning's loops; remove it, and pass ckpt_path to fit, or call fabric.load"
+        raise ConfigError([Problem("checkpoint.on_existing", problem)])
+    return config
 
 
 def precision_of(cfg: Config) -> str:
@@ -53,17 +53,19 @@ def precision_of(cfg: Config) -> str:
     return f"{_SHORT[compute]}-{'true' if compute == master else 'mixed'}"
 
 
-def agree_on_precision(cfg: Config, given: str) -> None:
-    """Check that Lightning was given no precision or the config's.
+def agree_on_precision(cfg: Config, precision: str) -> None:
+    """Check that Lightning has no precision of its own, or the same as the config.
 
     Raises:
-        ConfigError: Another one.
+        ConfigError: It has another one.
     """
-    if given not in ("32-true", precision_of(cfg)):
-        short = {f"{value}-mixed": name for name, value in _SHORT.items()}.get(given)
+    if precision not in ("32-true", precision_of(cfg)):
+        short = {f"{value}-mixed": name for name, value in _SHORT.items()}.get(precision)
         write = f" and write `precision: {short}` in the config" if short else ""
-        what = f"is {precision_of(cfg)} in Lightning's words, but Lightning was given {given}; remove its argument"
-        raise ConfigError([Problem("precision", what + write)])
+        problem = (
+            f"is {precision_of(cfg)} in Lightning's words, but Lightning was given {precision}; remove its argument"
+        )
+        raise ConfigError([Problem("precision", problem + write)])
 
 
 def begin(strategy: Any, cfg: Config) -> None:
@@ -75,18 +77,18 @@ def begin(strategy: Any, cfg: Config) -> None:
     size = strategy.num_nodes * strategy.num_processes
     if isinstance(strategy.cluster_environment, LightningEnvironment):  # which tells its processes only a part
         count, local = strategy.num_processes, strategy.local_rank
-        own = {"RANK": strategy.node_rank * count + local, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": count}
-        for name, value in (own | {"WORLD_SIZE": size}).items():
+        variables = {"RANK": strategy.node_rank * count + local, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": count}
+        for name, value in (variables | {"WORLD_SIZE": size}).items():
             os.environ.setdefault(name, str(value))
     topology = Topology.from_environment()
     if topology.world_size != size:
-        what = f"devices={strategy.num_processes}, num_nodes={strategy.num_nodes} are {size} ranks, but the launcher"
-        raise ConfigError([Problem("", f"{what} has started {topology.world_size}; set them to what it starts")])
+        problem = f"devices={strategy.num_processes}, num_nodes={strategy.num_nodes} are {size} ranks, but the launcher"
+        raise ConfigError([Problem("", f"{problem} has started {topology.world_size}; set them to what it starts")])
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if strategy.root_device.type != kind:
-        what = f"Lightning's accelerator is {strategy.root_device.type}, but unishard computes on {kind}"
+        problem = f"Lightning's accelerator is {strategy.root_device.type}, but unishard computes on {kind}"
         raise ConfigError(
-            [Problem("", f"{what}; pass accelerator='auto', or hide the GPUs by CUDA_VISIBLE_DEVICES=''")]
+            [Problem("", f"{problem}; pass accelerator='auto', or hide the GPUs by CUDA_VISIBLE_DEVICES=''")]
         )
     lifetime.ensure(topology, patience=cfg.communication.desync_timeout)
 
@@ -132,30 +134,30 @@ class Windows:
 
 
 def prepared(cfg: Config, module: nn.Module, optimizers: Sequence[Optimizer], *methods: str) -> Windows:
-    """Prepare a module for training, whose calls, methods and parts then run through its engine. Collective.
+    """Prepare a module for training. Its calls, methods and parts then run through its engine. Collective.
 
     Raises:
-        ConfigError: There is not one optimizer; or as in `unishard.prepare`.
+        ConfigError: There is no optimizer, or several; or as in `unishard.prepare`.
     """
     if len(optimizers) != 1:
-        what = f"{len(optimizers)} optimizers for one module; an engine has one, with parameter groups"
-        raise ConfigError([Problem("optimizer", what)])
+        problem = f"{len(optimizers)} optimizers for one module; an engine has one, with parameter groups"
+        raise ConfigError([Problem("optimizer", problem)])
     engine = unishard.prepare(module, cfg, optimizers[0], reseed=False)
     engine.framework.routed(*methods, parts=_parts_of(module))
     return Windows(engine)
 
 
-def refuse_clip(what: str) -> ConfigError:
+def refuse_clip(problem: str) -> ConfigError:
     """The error of a clipping that engines cannot do."""
-    return ConfigError([Problem("training.gradient_clipping", f"{what}; engines clip by the norm of all gradients")])
+    return ConfigError([Problem("training.gradient_clipping", f"{problem}; engines clip by the norm of all gradients")])
 
 
 def _parts_of(module: nn.Module) -> list[str]:
-    """The modules that a loop may call by themselves: children, also those in containers, which have no forward."""
-    found: list[str] = []
+    """The modules that a loop may call directly: children, and those inside containers, which have no forward."""
+    names: list[str] = []
     for name, child in module.named_children():
         if type(child).forward is nn.Module.forward:
-            found += [f"{name}.{inner}" for inner in _parts_of(child)]
+            names += [f"{name}.{inner}" for inner in _parts_of(child)]
         elif next(child.parameters(), None) is not None:
-            found.append(name)
-    return found
+            names.append(name)
+    return names

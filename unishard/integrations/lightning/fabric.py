@@ -69,14 +69,18 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]
         return self._windows(optimizer=getattr(optimizer, "optimizer", optimizer)).engine
 
     def _windows(self, module: nn.Module | None = None, optimizer: Optimizer | None = None) -> common.Windows:
-        found = [ours for one, own, ours in self._trained if module in (None, one) and optimizer in (None, own)]
-        if len(found) != 1:
+        matches = [
+            ours
+            for one, trained_optimizer, ours in self._trained
+            if module in (None, one) and optimizer in (None, trained_optimizer)
+        ]
+        if len(matches) != 1:
             raise ContractError(
-                f"{len(found)} models are trained here; set a model up with its optimizer, as in "
+                f"{len(matches)} models are trained here; set a model up with its optimizer, as in "
                 "model, optimizer = fabric.setup(model, optimizer), and name it if there are several, as in "
                 "fabric.backward(loss, model=model)"
             )
-        return found[0]
+        return matches[0]
 
     # -- set-up ------------------------------------------------------------------------------------
 
@@ -102,8 +106,8 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]
         """Prepare a model for training."""
         windows = common.prepared(self._cfg, module, optimizers)
         entry, kind, guarded = _Entry(windows.engine), type(optimizers[0]), optimizers[0].zero_grad
-        own = {"__module__": kind.__module__, "zero_grad": lambda self, set_to_none=True: guarded(set_to_none)}
-        optimizers[0].__class__ = type(kind.__name__, (kind,), own)  # Fabric's wrapper has the methods of the class
+        members = {"__module__": kind.__module__, "zero_grad": lambda self, set_to_none=True: guarded(set_to_none)}
+        optimizers[0].__class__ = type(kind.__name__, (kind,), members)  # Fabric's wrapper has the methods of the class
         self._trained.append((entry, optimizers[0], windows))
         return entry, optimizers, scheduler
 
@@ -120,14 +124,14 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]
         self._windows(module).backward(tensor, *args, **kwargs)
 
     def _reached_by(self, loss: Tensor) -> nn.Module:
-        found = [entry for entry, _, _ in self._trained if entry.engine.framework.reached_by(loss)]
-        if len(found) != 1:
+        reached = [entry for entry, _, _ in self._trained if entry.engine.framework.reached_by(loss)]
+        if len(reached) != 1:
             raise ContractError(
-                f"the loss reaches the parameters of {len(found)} models, not of one; run the forward and the backward "
-                "of a loss that trains only one of them inside `with "
+                f"the loss reaches the parameters of {len(reached)} models, not of one; run the forward and the "
+                "backward of a loss that trains only one of them inside `with "
                 "fabric.strategy.engine_of(optimizer).weights.frozen():` with the optimizer of each other one"
             )
-        return found[0]
+        return reached[0]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Run the engine's step, after the closure if there is one."""
@@ -172,7 +176,7 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]
         """Load what `save_checkpoint` has written; of a file of Fabric's own, only weights."""
         if not Path(path).is_dir():
             return super().load_checkpoint(path, state, strict, weights_only)  # type: ignore[no-any-return]
-        entries = {name: each for name, each in (state or {}).items() if isinstance(each, _Entry)}
+        entries = {name: value for name, value in (state or {}).items() if isinstance(value, _Entry)}
         if not entries:
             raise CheckpointError(f"{path}: put the model into the state under the name that it was saved with")
         for name, entry in entries.items():

@@ -67,7 +67,7 @@ def weights_of(path: str | Path) -> dict[str, Tensor]:
 def options_of(engine: Engine) -> dict[str, Any]:
     """What Lightning saves of an optimizer: the options of its groups; the engine saves the rest."""
     groups = engine.optimizer.param_groups
-    return {"state": {}, "param_groups": [{k: v for k, v in each.items() if k != "params"} for each in groups]}
+    return {"state": {}, "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in groups]}
 
 
 def restore_options(engine: Engine, state: Mapping[str, Any]) -> None:
@@ -91,8 +91,8 @@ def _opened(path: str | Path) -> tuple[Manifest, Tensors]:
 
 
 def _weights(facts: Manifest, tensors: Tensors) -> dict[str, Tensor]:
-    own = {name: tensors.full(key) for key in facts.tensors if (name := tensor_names.parameter_of(key)) is not None}
-    return own | {name: own[first] for name, first in facts.ties.items()}
+    weights = {name: tensors.full(key) for key in facts.tensors if (name := tensor_names.parameter_of(key)) is not None}
+    return weights | {name: weights[first] for name, first in facts.ties.items()}
 
 
 def _data(state: Any, path: str | Path, weights_only: bool | None) -> dict[str, Any]:

@@ -190,14 +190,16 @@ class _EnginePrecision(Precision):  # type: ignore[misc]
 
 
 def _refuse(cfg: Config, trainer: Trainer, module: LightningModule) -> None:
-    """Raise ConfigError with all that would not train as written."""
+    """Raise a ConfigError that lists everything that would not train as written."""
     name, steps, clip = type(module).__name__, trainer.accumulate_grad_batches, trainer.gradient_clip_val
-    own, clips = cfg.training.gradient_accumulation_steps, cfg.training.gradient_clipping
+    accumulation, clips = cfg.training.gradient_accumulation_steps, cfg.training.gradient_clipping
     problems = []
     if hasattr(module, "unishard_windows"):
         problems.append(f"{name} was trained by fit already; build a new one, and pass ckpt_path to continue")
-    if own not in (1, steps):
-        problems.append(f"training.gradient_accumulation_steps is {own}, accumulate_grad_batches {steps}; remove it")
+    if accumulation not in (1, steps):
+        problems.append(
+            f"training.gradient_accumulation_steps is {accumulation}, accumulate_grad_batches {steps}; remove it"
+        )
     if clip and clips not in (None, clip):
         problems.append(f"training.gradient_clipping is {clips}, gradient_clip_val {clip}; remove one of them")
     if is_overridden("backward", module):
@@ -207,7 +209,7 @@ def _refuse(cfg: Config, trainer: Trainer, module: LightningModule) -> None:
     if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
         problems.append("engines write checkpoints themselves; remove the plugin of CheckpointIO")
     for callback in trainer.callbacks:
-        what = f"the callback {type(callback).__name__} does not know engines; remove it"
-        problems += [f"{what}, and {instead}" for kinds, instead in _REFUSED.items() if isinstance(callback, kinds)]
+        problem = f"the callback {type(callback).__name__} does not know engines; remove it"
+        problems += [f"{problem}, and {instead}" for kinds, instead in _REFUSED.items() if isinstance(callback, kinds)]
     if problems:
-        raise ConfigError([Problem("", what) for what in problems])
+        raise ConfigError([Problem("", problem) for problem in problems])

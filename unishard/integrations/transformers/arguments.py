@@ -42,18 +42,18 @@ _BESIDE_DEEPSPEED = (
 """Of which `auto` in a config of DeepSpeed takes its values."""
 
 
-def config_for(args: Any, given: Config | str | Path | Mapping[str, Any] | None, model: nn.Module | None) -> Config:
+def config_for(args: Any, requested: Config | str | Path | Mapping[str, Any] | None, model: nn.Module | None) -> Config:
     """The config of a Trainer.
 
     Args:
         args: Its TrainingArguments. What would make transformers build an engine itself is switched off.
-        given: What the Trainer was passed.
+        requested: What the Trainer was passed.
         model: Its model, if there is one already.
 
     Raises:
         ConfigError: There is none, there are several, or it cannot be used.
     """
-    source = getattr(args, "unishard", None) if given is None else given
+    source = getattr(args, "unishard", None) if requested is None else requested
     says = [name for name in ("fsdp", "deepspeed") if getattr(args, name)]
     if says and source is not None:
         raise _wrong(says[0], "is set beside a config of unishard; remove it")
@@ -89,16 +89,18 @@ def section_of_deepspeed(args: Any, name: str, max_steps: int | None = None) -> 
 
 
 def _of_deepspeed(args: Any, sections: Collection[str], max_steps: int | None = None) -> Config:
-    """Their config of DeepSpeed, in which transformers has filled in most of what is `auto`."""
+    """The DeepSpeed config of the arguments, in which transformers has filled in most `auto` values."""
     if mismatches := args.hf_deepspeed_config.mismatches:
         raise _wrong("deepspeed", f"contradicts other arguments: {'; '.join(mismatches)}; write auto there")
-    said = {name: getattr(args, name) for name in _BESIDE_DEEPSPEED}
-    said |= {"deepspeed": args.hf_deepspeed_config.config} | ({} if max_steps is None else {"max_steps": max_steps})
-    return translated(said, "hf", sections=sections)
+    arguments = {name: getattr(args, name) for name in _BESIDE_DEEPSPEED}
+    arguments |= {"deepspeed": args.hf_deepspeed_config.config} | (
+        {} if max_steps is None else {"max_steps": max_steps}
+    )
+    return translated(arguments, "hf", sections=sections)
 
 
 def _require_whole(model: nn.Module | None) -> None:
-    if model is not None and any(hasattr(each, "ds_id") for each in model.parameters()):
+    if model is not None and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise _wrong(
             "deepspeed",
             "was there before the model, so transformers has partitioned it with DeepSpeed; build the model before "
@@ -118,5 +120,5 @@ def _switch_off(args: Any) -> None:
         state.distributed_type = several if state.num_processes > 1 else DistributedType.NO
 
 
-def _wrong(argument: str, what: str) -> ConfigError:
-    return ConfigError([Problem(f"TrainingArguments.{argument}", what)])
+def _wrong(argument: str, problem: str) -> ConfigError:
+    return ConfigError([Problem(f"TrainingArguments.{argument}", problem)])

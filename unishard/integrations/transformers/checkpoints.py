@@ -27,7 +27,7 @@ __all__ = ["converted", "is_sharded"]
 
 def is_sharded(folder: Path) -> bool:
     """Whether FSDP or DeepSpeed under transformers has saved a checkpoint, in files of their own."""
-    return any(each.recognises(folder) for each in formats().values() if each is not OWN)
+    return any(format_.recognises(folder) for format_ in formats().values() if format_ is not OWN)
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def _contents(
         raise CheckpointError(
             f"{path}: cannot be read ({type(error).__name__}: {error}); remove it to start from the weights only"
         ) from error
-    then = [len(each["params"]) for each in saved["param_groups"]]
+    then = [len(group["params"]) for group in saved["param_groups"]]
     if then != [len(names) for names in groups]:
         raise CheckpointError(
             f"{path}: has groups of {then} parameters, but the optimizer of this Trainer has groups of "
@@ -82,8 +82,8 @@ def _contents(
         )
     names = {
         number: name
-        for each, held in zip(saved["param_groups"], groups, strict=True)
-        for number, name in zip(each["params"], held, strict=True)
+        for group, group_names in zip(saved["param_groups"], groups, strict=True)
+        for number, name in zip(group["params"], group_names, strict=True)
     }
     parameters = [name for name, _ in module.named_parameters()]
     buffers = [name for name, _ in module.named_buffers() if name in weights]
@@ -93,7 +93,9 @@ def _contents(
             if value is not None:
                 tensors[of_optimizer(names[number], key)] = torch.as_tensor(value)
     step = max((int(state["step"]) for state in saved["state"].values() if "step" in state), default=0)
-    options = [(held, each) for each, held in zip(saved["param_groups"], groups, strict=True) if held]
+    options = [
+        (group_names, group) for group, group_names in zip(saved["param_groups"], groups, strict=True) if group_names
+    ]
     return Contents(
         shards={name: _whole(value) for name, value in tensors.items()},
         step=step,

@@ -113,16 +113,18 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
         """As the trainer's, while the model is whole."""
         if self.accelerator.engine_of(self.model) is None and hasattr(self.model, "num_parameters"):
             self._size = self.model.num_parameters(exclude_embeddings=True)
-        if self.optimizer is None and (own := section_of_deepspeed(self.args, "optimizer")) is not None:
-            trained = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
-            self.optimizer = factory(own, self.model)(trained)
+        if self.optimizer is None and (section := section_of_deepspeed(self.args, "optimizer")) is not None:
+            trained = [
+                (name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad
+            ]
+            self.optimizer = factory(section, self.model)(trained)
         return super().create_optimizer(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """As the trainer's, or the one in a config of DeepSpeed."""
-        own = section_of_deepspeed(self.args, "scheduler", num_training_steps)
-        if self.lr_scheduler is None and own is not None:
-            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda updates: factor(own, updates))
+        section = section_of_deepspeed(self.args, "scheduler", num_training_steps)
+        if self.lr_scheduler is None and section is not None:
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda updates: factor(section, updates))
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
@@ -229,12 +231,12 @@ class _TrainersAccelerator(Accelerator):
 
     def _train(self, optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> Trained:
         names = {parameter: name for model in models for name, parameter in model.named_parameters()}
-        self.groups = [[names.get(each, "") for each in group["params"]] for group in optimizer.param_groups]
+        self.groups = [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
         return super()._train(optimizer, models)
 
     def heads(self) -> Iterator[tuple[Engine, list[str]]]:
         """The engines whose model has a forward of its own in place of its class's, and the weights of its head."""
-        for engine in (*(each.engine for each in self._trained), *self._replicas):
+        for engine in (*(trained.engine for trained in self._trained), *self._replicas):
             if engine not in self._heads:
                 self._heads[engine] = _read_by_forward(engine.module)
             if self._heads[engine]:
@@ -250,9 +252,9 @@ class _TrainersAccelerator(Accelerator):
 
     def give_up(self, model: nn.Module | None) -> None:
         """Make a model plain again, for another Trainer that gets it."""
-        for each in [each for each in self._trained if each.model is model]:
-            self._trained.remove(each)
-            each.release()
+        for trained in [trained for trained in self._trained if trained.model is model]:
+            self._trained.remove(trained)
+            trained.release()
         for engine in [engine for engine in self._replicas if engine.module is model]:
             self._replicas.remove(engine)
             engine.framework.release()
@@ -262,12 +264,12 @@ class _TrainersAccelerator(Accelerator):
 
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerate's, but the engine of the Trainer's model stays."""
-        for each in self._trained:
-            if each.model is self.trainer.model:
-                each.drop()
+        for trained in self._trained:
+            if trained.model is self.trainer.model:
+                trained.drop()
             else:
-                each.close()
-        self._trained = [each for each in self._trained if each.model is self.trainer.model]
+                trained.close()
+        self._trained = [trained for trained in self._trained if trained.model is self.trainer.model]
         return accelerate.Accelerator.free_memory(self, *objects)
 
 
@@ -276,10 +278,10 @@ _open: WeakSet[_TrainersAccelerator] = WeakSet()
 
 
 def _read_by_forward(model: nn.Module) -> list[str]:
-    """Names of the weights of heads that a replaced forward may read outside their module."""
+    """Names of head weights that a replaced forward may read outside their module."""
     owners: list[Any] = [
-        each for each in model.modules() if "forward" in vars(each) and hasattr(each, "get_output_embeddings")
+        module for module in model.modules() if "forward" in vars(module) and hasattr(module, "get_output_embeddings")
     ]
-    heads = [head for each in owners if (head := each.get_output_embeddings()) is not None]
-    held = {parameter for head in heads for parameter in head.parameters()}
-    return [name for name, parameter in model.named_parameters() if parameter in held]
+    heads = [head for module in owners if (head := module.get_output_embeddings()) is not None]
+    head_parameters = {parameter for head in heads for parameter in head.parameters()}
+    return [name for name, parameter in model.named_parameters() if parameter in head_parameters]

@@ -46,12 +46,12 @@ class JsonLines:
         """
         self.close()
         if self._path.is_file():
-            kept = self._path.with_suffix(".kept")
-            with kept.open("w", encoding="utf-8") as file:
+            draft = self._path.with_suffix(".kept")
+            with draft.open("w", encoding="utf-8") as file:
                 file.writelines(self._lines_up_to(step))
                 file.flush()
                 os.fsync(file.fileno())
-            kept.replace(self._path)
+            draft.replace(self._path)
         self._file = self._opened()
 
     def _opened(self) -> TextIO:
@@ -60,8 +60,8 @@ class JsonLines:
                 raise OSError(EINVAL, "not a file")
             return self._path.open("a", encoding="utf-8")
         except OSError as error:
-            what = f"cannot be written ({error.strerror}); remove it, or choose another logging.dir"
-            raise ConfigError([Problem("logging.dir", what, str(self._path))]) from error
+            problem = f"cannot be written ({error.strerror}); remove it, or choose another logging.dir"
+            raise ConfigError([Problem("logging.dir", problem, str(self._path))]) from error
 
     def close(self) -> None:
         """Close the file."""

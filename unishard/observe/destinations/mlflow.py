@@ -64,9 +64,9 @@ class MLflow:
         from mlflow.entities import Param
 
         name = self._asked.project or "Default"
-        found = self._client.get_experiment_by_name(name)
-        if found is not None:
-            experiment = found.experiment_id
+        existing = self._client.get_experiment_by_name(name)
+        if existing is not None:
+            experiment = existing.experiment_id
         else:  # beside the database, unless a server decides
             place = None if self._asked.mlflow_uri else f"{self._directory}/mlartifacts"
             experiment = self._client.create_experiment(name, artifact_location=place)

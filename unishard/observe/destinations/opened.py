@@ -58,15 +58,15 @@ class Destinations:
         self._logged[name] = (total + value, count + 1)
         self._step = step
 
-    def write(self, *, but: Collection[str] = (), own: bool = True) -> None:
+    def write(self, *, but: Collection[str] = (), user_values: bool = True) -> None:
         """Write what waits, if there is anything.
 
         Args:
             but: Destinations to leave out.
-            own: Whether to write the user's values too, or let them wait for those that may still come.
+            user_values: Whether to write the user's values too, or let them wait for those that may still come.
         """
         values, self._measured = self._measured, {}
-        if own:
+        if user_values:
             values |= {name: float(total) / count for name, (total, count) in self._logged.items()}
             self._logged = {}
         if not values:

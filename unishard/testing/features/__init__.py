@@ -46,4 +46,4 @@ FEATURES: Mapping[str, Feature] = {feature.name: feature for features in AREAS.v
 
 def area_of(feature: str) -> str:
     """The area that a feature belongs to."""
-    return next(area for area, features in AREAS.items() if feature in {each.name for each in features})
+    return next(area for area, features in AREAS.items() if feature in {member.name for member in features})

@@ -126,8 +126,8 @@ def _dropping_loop(engine: unishard.Engine, data: list[dict[str, Any]], cell: Ce
 
 
 def _dropping_reference(model: nn.Module, data: list[list[dict[str, Any]]], cfg: Config, cell: Cell) -> Curve:
-    kept = [window for index, window in enumerate(data) if index not in _DROPPED]
-    return oracle.train(model, kept, cfg, world=cell.world)
+    windows = [window for index, window in enumerate(data) if index not in _DROPPED]
+    return oracle.train(model, windows, cfg, world=cell.world)
 
 
 _EDITED = Feature(

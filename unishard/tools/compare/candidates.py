@@ -79,13 +79,13 @@ def backends_of(cfg: Config, names: str | None) -> list[str]:
         ConfigError: A name is unknown.
     """
     installed = sorted(registry.available())
-    found = _words(names) or [cfg.backend, *(name for name in installed if name != cfg.backend)]
-    unknown = [name for name in found if name not in installed]
+    backends = _words(names) or [cfg.backend, *(name for name in installed if name != cfg.backend)]
+    unknown = [name for name in backends if name not in installed]
     if unknown:
         raise ConfigError(
             [Problem("--backends", f"{name!r} is unknown; write {' or '.join(installed)}") for name in unknown]
         )
-    return found
+    return backends
 
 
 def strategies_of(names: str | None) -> list[str]:

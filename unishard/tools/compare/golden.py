@@ -71,10 +71,10 @@ def read_golden(path: Path) -> ComparedRun:
     text = path.read_text(encoding="utf-8", errors="replace")
     records = logged.records_in(text)
     if not records:
-        what = (
+        problem = (
             'has no losses; write it with --write-golden, or name a log.jsonl: lines such as {"step": 1, "loss": 2.5}'
         )
-        raise ConfigError([Problem("", what, str(path))])
+        raise ConfigError([Problem("", problem, str(path))])
     return ComparedRun(path.name, logged.Course.of(records), _config_in(text))
 
 
@@ -83,5 +83,5 @@ def _config_in(text: str) -> dict[str, Any]:
         first = json.loads(text.splitlines()[0])
     except (ValueError, RecursionError):
         return {}
-    found = first.get("config") if isinstance(first, dict) else None
-    return found if isinstance(found, dict) else {}
+    config = first.get("config") if isinstance(first, dict) else None
+    return config if isinstance(config, dict) else {}

@@ -17,15 +17,15 @@ def lines_in(text: str) -> Iterator[dict[str, Any]]:
     """The lines with a step, whose other values are numbers; others, such as a last half one, are left out."""
     for line in text.splitlines():
         try:
-            found = json.loads(line)
+            record = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if (
-            isinstance(found, dict)
-            and isinstance(found.get("step"), int)
-            and all(map(_is_sound, found, found.values()))
+            isinstance(record, dict)
+            and isinstance(record.get("step"), int)
+            and all(map(_is_sound, record, record.values()))
         ):
-            yield found
+            yield record
 
 
 def _is_sound(name: str, value: Any) -> bool:

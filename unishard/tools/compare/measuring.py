@@ -61,11 +61,13 @@ class Measured:
     def timed(self) -> tuple[Record, ...]:
         """The records of all rounds without those of the warm-up: 3 steps of each, and at most half of all."""
         return tuple(
-            record for each in (self.records, *self.repeats) for record in each[min(_WARM_UP, len(each) // 2) :]
+            record
+            for records in (self.records, *self.repeats)
+            for record in records[min(_WARM_UP, len(records) // 2) :]
         )
 
     def again(self, later: Self) -> Self:
-        """The same with another round, or failed as it has."""
+        """This result with another round added; a failure if that round failed."""
         if later.failure:
             return replace(later, failure=f"round {len(self.repeats) + 2}: {later.failure}")
         return replace(self, repeats=(*self.repeats, later.records))
@@ -77,7 +79,7 @@ class Measured:
     @property
     def memory_gib(self) -> float | None:
         """The most that a rank held in any step."""
-        records = (record for each in (self.records, *self.repeats) for record in each)
+        records = (record for one_round in (self.records, *self.repeats) for record in one_round)
         return max((record["memory_gib"] for record in records if record.get("memory_gib") is not None), default=None)
 
     def mfu(self, peak_tflops: float | None = None) -> float | None:
@@ -176,6 +178,6 @@ def _failure(code: int | None, output: Path, task: Task, steps: int) -> str:
     if code == 0:
         return "no step was logged; let the script load its config with unishard.load(), without a path"
     text = output.read_text(encoding="utf-8", errors="replace")
-    said = _RAISED.findall(text) or _ERROR.findall(text)[-1:]
+    errors = _RAISED.findall(text) or _ERROR.findall(text)[-1:]
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("unishard launch: ")]
-    return str((said or lines[:1] or [f"exit code {code}"])[0])
+    return str((errors or lines[:1] or [f"exit code {code}"])[0])

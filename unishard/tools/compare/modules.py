@@ -46,12 +46,12 @@ class FirstModule(NamedTuple):
 
 
 class Located(NamedTuple):
-    """What is known of the module."""
+    """The first module that differs, if it is known."""
 
     first: FirstModule | None = None
-    """None if all agree, or none is known."""
+    """None if all modules agree, or the module is not known."""
     notes: tuple[str, ...] = ()
-    """Why there is none, and what cannot be seen."""
+    """Why no module is named, and which ones were not measured in both runs."""
 
 
 def modules_in(text: str) -> dict[int, MeasuredModules]:
@@ -84,11 +84,11 @@ def first_module(
     most: FirstModule | None = None
     for step in steps:
         allowed = tolerance.norms if step > 1 else tolerance.first_norm
-        for each in _differences(found[step], expected[step], step, allowed):
-            if each.relative > allowed:
-                return Located(each, tuple(_weights_before(found[step], expected[step], each)))
-            if most is None or each.relative > most.relative:
-                most = each
+        for difference in _differences(found[step], expected[step], step, allowed):
+            if difference.relative > allowed:
+                return Located(difference, tuple(_weights_before(found[step], expected[step], difference)))
+            if most is None or difference.relative > most.relative:
+                most = difference
     if most is None:
         return Located(None, ("no module was measured in both runs",))
     note = f"all modules agree: the largest difference is {most.relative:.1e}, of {_subject(most)}"
@@ -115,20 +115,20 @@ def _differences(found: MeasuredModules, expected: MeasuredModules, step: int, a
     shared = [name for name in expected.parameters if name in found.parameters]
     for name in sorted(shared, key=lambda name: places.get(name.rpartition(".")[0], len(places))):
         values = found.parameters[name].get("gradient_norm"), expected.parameters[name].get("gradient_norm")
-        owner, _, own = name.rpartition(".")
-        yield FirstModule(owner, "weights", step, f"norm of {own}", *values, relative(*values), allowed)
+        owner, _, parameter = name.rpartition(".")
+        yield FirstModule(owner, "weights", step, f"norm of {parameter}", *values, relative(*values), allowed)
 
 
-def _moments(name: str, what: str, step: int, found: Row, expected: Row, allowed: float) -> FirstModule:
+def _moments(name: str, quantity: str, step: int, found: Row, expected: Row, allowed: float) -> FirstModule:
     """The larger of the differences of root mean square and mean, both relative to the root mean square."""
-    scale = expected.get(f"{what}_rms")
+    scale = expected.get(f"{quantity}_rms")
     sides = []
     for value in ("rms", "mean"):
-        one, other = found.get(f"{what}_{value}"), expected.get(f"{what}_{value}")
+        one, other = found.get(f"{quantity}_{value}"), expected.get(f"{quantity}_{value}")
         far = 0.0 if one == other else math.inf
         if one is not None and other is not None and scale:
             far = abs(one - other) / scale
-        sides.append(FirstModule(name, what, step, value, one, other, far, allowed))
+        sides.append(FirstModule(name, quantity, step, value, one, other, far, allowed))
     return max(sides, key=lambda side: side.relative)
 
 
@@ -143,8 +143,8 @@ def _weights_before(found: MeasuredModules, expected: MeasuredModules, first: Fi
     }
     worst = max(far, key=lambda name: far[name], default=None)
     if worst is not None and far[worst] > _SAME_WEIGHTS:
-        what = f"the weights differ before step {first.step}, most {worst} ({far[worst]:.1e})"
-        yield f"{what}: the update after step {first.step - 1} differs"
+        problem = f"the weights differ before step {first.step}, most {worst} ({far[worst]:.1e})"
+        yield f"{problem}: the update after step {first.step - 1} differs"
 
 
 def _unseen(found: Mapping[int, MeasuredModules], expected: Mapping[int, MeasuredModules]) -> Sequence[str]:
@@ -172,13 +172,13 @@ def lines_of(located: Located) -> Iterator[str]:
     first = located.first
     if first is not None:
         name = first.module or "the model itself"
-        what = {
+        quantity = {
             "output": "its output",
             "gradient": "the gradient of its output",
             "weights": "the gradient of its weights",
         }[first.what]
         phase = "forward" if first.what == "output" else "backward"
-        values = f"{first.value} of {what} is {_shown(first.found)}, not {_shown(first.expected)}"
+        values = f"{first.value} of {quantity} is {_shown(first.found)}, not {_shown(first.expected)}"
         if first.what == "weights":
             values = f"the gradient's {first.value} is {_shown(first.found)}, not {_shown(first.expected)}"
         far = f"relative difference {first.relative:.1e}, allowed {first.allowed:.0e}"

@@ -18,18 +18,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--seq-len", type=int, default=4096)
-    given = parser.parse_args()
+    options = parser.parse_args()
     cfg = unishard.load()
     torch.manual_seed(cfg.training.seed)  # the same weights on each engine
-    model, batch, loss = BuiltModel(given.model, PlannedModel(given.model, cfg).folder).build()
+    model, batch, loss = BuiltModel(options.model, PlannedModel(options.model, cfg).folder).build()
     if batch is None:
         raise unishard.ModelError(
-            f"--model {given.model}: its inputs are not known; let the factory return (model, batch), where "
+            f"--model {options.model}: its inputs are not known; let the factory return (model, batch), where "
             "batch(micro_batch_size, seq_len) returns the keyword arguments of forward, or give a script"
         )
     with unishard.prepare(model, cfg) as engine:
         while True:
-            inputs = _inputs(batch, cfg.training.micro_batch_size, given.seq_len, getattr(model, "config", None))
+            inputs = _inputs(batch, cfg.training.micro_batch_size, options.seq_len, getattr(model, "config", None))
             out = engine(
                 **{
                     name: value.to(engine.device) if isinstance(value, Tensor) else value

@@ -28,12 +28,12 @@ def lines_of(rows: Sequence[Measured], peak_tflops: float | None = None) -> Iter
     """
     unit = "tokens/s" if any(row.median("tokens_per_second") for row in rows) else "samples/s"
     yield f"{'':<25}{'step s':>8}{unit:>10}{'GiB':>7}{'first s':>9}{'loss diff':>10}{'norm diff':>10}"
-    for row, found in zip(rows, distances(rows), strict=True):
+    for row, distance in zip(rows, distances(rows), strict=True):
         if row.failure is not None:
             yield from wrap(f"{row.candidate!s:<25} failed: {row.failure}", _COLUMNS, subsequent_indent=" " * 4)
             continue
         rate = row.median("tokens_per_second" if unit == "tokens/s" else "samples_per_second")
-        loss, norm = (None, None) if found is None else (found.loss, found.norm)
+        loss, norm = (None, None) if distance is None else (distance.loss, distance.norm)
         yield (
             f"{row.candidate!s:<25}{number(row.median('step_seconds'), '.4g'):>8}{number(rate, ',.0f'):>10}"
             f"{number(row.memory_gib, '.2f'):>7}{number(row.first_step, '.1f'):>9}"
@@ -60,7 +60,7 @@ def _work(rows: Sequence[Measured], peak_tflops: float | None) -> Iterator[str]:
 def _remarks(rows: Sequence[Measured]) -> Iterator[str]:
     timed = [(seconds, row) for row in rows if (seconds := row.median("step_seconds")) is not None]
     if len(timed) > 1:
-        (best, row), (second, _) = sorted(timed, key=lambda found: found[0])[:2]
+        (best, row), (second, _) = sorted(timed, key=lambda entry: entry[0])[:2]
         yield ""
         yield f"fastest: {row.candidate}, {second / best:.2f} x the next one"
 

@@ -7,6 +7,6 @@ from __future__ import annotations
 
 from unishard.tools.doctor.check import Check, Status
 from unishard.tools.doctor.examination import connected, examine, place, worst
-from unishard.tools.doctor.verdict import is_probe, verdict
+from unishard.tools.doctor.summary import is_probe, summary
 
-__all__ = ["Check", "Status", "connected", "examine", "is_probe", "place", "verdict", "worst"]
+__all__ = ["Check", "Status", "connected", "examine", "is_probe", "place", "summary", "worst"]

@@ -108,7 +108,7 @@ def _checkpoint_refusals(cfg: Checkpoint) -> Iterator[Problem]:
     yield from unreadable
     if unreadable:
         return
-    place = next(each for each in (root, *root.parents) if each.exists())
+    place = next(folder for folder in (root, *root.parents) if folder.exists())
     if not os.access(place, os.W_OK | os.X_OK):
         yield Problem(
             "checkpoint.dir", f"{root}: cannot create a checkpoint here (Permission denied); choose a writable folder"

@@ -23,7 +23,7 @@ def driver() -> str | None:
         text = _DRIVER.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return found[0] if (found := re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)) else "of unknown version"
+    return match[0] if (match := re.search(r"\b\d{3,}\.\d+(?:\.\d+)?\b", text)) else "of unknown version"
 
 
 def devices() -> Iterator[Check]:

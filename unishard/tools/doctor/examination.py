@@ -62,8 +62,8 @@ def connected(topology: Topology) -> list[Check]:
     Returns:
         The checks on rank 0, and on every rank that cannot connect.
     """
-    found: list[Check] = import_module("unishard.tools.doctor.ranks").connections(topology)
-    return found
+    checks: list[Check] = import_module("unishard.tools.doctor.ranks").connections(topology)
+    return checks
 
 
 def worst(checks: Sequence[Check]) -> Status:

@@ -64,13 +64,13 @@ def _collected(processes: list[subprocess.Popen[bytes]], folder: str) -> list[Ch
                     "run it again on an idle machine",
                 )
             ]
-    found: list[Check] = []
+    checks: list[Check] = []
     for rank, process in enumerate(processes):
         with open(f"{folder}/{rank}.out") as out, open(f"{folder}/{rank}.err", errors="replace") as err:
             text, errors = out.read(), err.read()
         try:
-            found += [Check(**{**each, "status": Status(each["status"])}) for each in json.loads(text)]
+            checks += [Check(**{**values, "status": Status(values["status"])}) for values in json.loads(text)]
         except ValueError:
             last = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
             return [Check("ranks", Status.FAIL, f"rank {rank} failed: {last}", "repair what the message names")]
-    return found
+    return checks

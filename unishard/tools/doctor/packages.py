@@ -58,13 +58,13 @@ def python() -> Check:
 
 def versions() -> dict[str, list[tuple[str, str]]]:
     """Versions and locations of every installed distribution by lower-case name, the one that Python imports first."""
-    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for each in distributions():
-        name = (each.metadata["Name"] or "").lower().replace("_", "-")
-        place = (each.version, str(each.locate_file("")))
-        if place not in found[name]:
-            found[name].append(place)
-    return found
+    installed: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for distribution in distributions():
+        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        place = (distribution.version, str(distribution.locate_file("")))
+        if place not in installed[name]:
+            installed[name].append(place)
+    return installed
 
 
 def packages(tested: Mapping[str, Sequence[str]], engines: Mapping[str, str]) -> Iterator[Check]:
@@ -76,18 +76,18 @@ def packages(tested: Mapping[str, Sequence[str]], engines: Mapping[str, str]) ->
     """
     installed, floors = versions(), _floors()
     for name in dict.fromkeys((*PACKAGES, *engines, *tested)):
-        found = installed.get(name, [])
-        if not found:
+        copies = installed.get(name, [])
+        if not copies:
             yield _absent(name, engines)
             continue
-        version, place = found[0]
+        version, place = copies[0]
         details = {"version": version, "tested": is_tested(version, tested[name]) if name in tested else None}
         if name in engines and (error := failure(name)):
             yield Check(
                 name, Status.FAIL, f"{version} at {place} cannot be imported: {error}", f"reinstall {name}", details
             )
-        elif len({one for one, _ in found}) > 1:
-            places = ", ".join(f"{one} in {where}" for one, where in found)
+        elif len({one for one, _ in copies}) > 1:
+            places = ", ".join(f"{one} in {where}" for one, where in copies)
             yield Check(
                 name, Status.WARN, f"installed twice: {places}; the first is used", f"uninstall one {name}", details
             )
@@ -112,11 +112,13 @@ def _absent(name: str, engines: Mapping[str, str]) -> Check:
 def _floors() -> dict[str, str]:
     """The minimum versions in unishard's own metadata, by package; empty in a bare checkout."""
     try:
-        said = requires("unishard") or []
+        requirements = requires("unishard") or []
     except PackageNotFoundError:
         return {}
-    found = (re.match(r"([\w.-]+)>=([\d.]+)", text) for text in said if "'dev'" not in text and '"dev"' not in text)
-    return {each[1].lower(): each[2] for each in found if each}
+    matches = (
+        re.match(r"([\w.-]+)>=([\d.]+)", text) for text in requirements if "'dev'" not in text and '"dev"' not in text
+    )
+    return {match[1].lower(): match[2] for match in matches if match}
 
 
 def _older(version: str, floor: str) -> bool:
@@ -136,8 +138,8 @@ def found() -> tuple[list[Backend], list[Check]]:
     try:
         points = registry.available()
     except BackendError as error:
-        what, _, instead = str(error).partition("; ")
-        return [], [Check("backends", Status.FAIL, what, instead)]
+        problem, _, instead = str(error).partition("; ")
+        return [], [Check("backends", Status.FAIL, problem, instead)]
     usable, broken = [], []
     for name, point in points.items():
         try:
@@ -190,8 +192,8 @@ def probes(tables: Mapping[str, Mapping[str, PrivateApi]], unusable: Collection[
                 "missing": None,
             }
             if patch.package in unusable:
-                found = f"not run, since {patch.package} cannot be imported: {case}"
-                yield Check(name, Status.OK, found, details=details)
+                result = f"not run, since {patch.package} cannot be imported: {case}"
+                yield Check(name, Status.OK, result, details=details)
             else:
                 yield _probe(name, patch, case, details)
 

@@ -76,7 +76,7 @@ def _meeting(topology: Topology) -> dict[str, Any]:
 
 
 def _not_connected(topology: Topology, error: Exception) -> Check:
-    found = (
+    problem = (
         f"rank {topology.rank} of {topology.world_size} on {socket.gethostname()} did not meet the others: "
         f"{one_line(error)}"
     )
@@ -84,7 +84,7 @@ def _not_connected(topology: Topology, error: Exception) -> Check:
         "check that all ranks were started, and that MASTER_ADDR:MASTER_PORT is reachable from every host "
         "(firewall, interface)"
     )
-    return Check("rendezvous", Status.FAIL, found, instead)
+    return Check("rendezvous", Status.FAIL, problem, instead)
 
 
 def _compared(topology: Topology, seconds: float) -> Iterator[Check]:
@@ -95,8 +95,8 @@ def _compared(topology: Topology, seconds: float) -> Iterator[Check]:
     if torch.cuda.is_available():
         index = devices.choose(topology, shared=True)
         everyone = devices.of_everyone(index)
-        own = len(set(everyone)) == len(everyone)
-        yield _over_nccl(index) if own else Check("nccl", Status.OK, "not tried: ranks share a device")
+        one_device_each = len(set(everyone)) == len(everyone)
+        yield _over_nccl(index) if one_device_each else Check("nccl", Status.OK, "not tried: ranks share a device")
 
 
 def _ranks(hosts: Sequence[str], seconds: float) -> Check:
@@ -105,24 +105,24 @@ def _ranks(hosts: Sequence[str], seconds: float) -> Check:
         ", ..." if len(counts) > 8 else ""
     )
     details = {"world_size": len(hosts), "hosts": dict(counts), "rendezvous_s": round(seconds, 3)}
-    found = f"{len(hosts)} on {count_of(len(counts), 'host')} ({words}), met in {seconds:.1f} s"
-    return Check("ranks", Status.OK, found, details=details)
+    result = f"{len(hosts)} on {count_of(len(counts), 'host')} ({words}), met in {seconds:.1f} s"
+    return Check("ranks", Status.OK, result, details=details)
 
 
 def _own_versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 def _versions(hosts: Sequence[str], everyone: Sequence[dict[str, str]]) -> Check:
     differing = []
     for name in everyone[0]:
-        by_version = {each[name]: host for host, each in reversed(list(zip(hosts, everyone, strict=True)))}
+        by_version = {versions[name]: host for host, versions in reversed(list(zip(hosts, everyone, strict=True)))}
         if len(by_version) > 1:
             differing.append(f"{name} {' and '.join(f'{number} on {host}' for number, host in by_version.items())}")
     if differing:
@@ -144,8 +144,8 @@ def _all_reduce(backend: str, device: torch.device, group: Any = None) -> Check:
     dist.all_reduce(total, group=group)
     ranks, summed = dist.get_world_size(), int(total.item())
     if summed != ranks:
-        found = f"an all-reduce of a 1 from each of {count_of(ranks, 'rank')} gives {summed}"
-        return Check(backend, Status.FAIL, found, "update the driver and the communication library")
+        result = f"an all-reduce of a 1 from each of {count_of(ranks, 'rank')} gives {summed}"
+        return Check(backend, Status.FAIL, result, "update the driver and the communication library")
     return Check(backend, Status.OK, f"all-reduce over {count_of(ranks, 'rank')}")
 
 

@@ -73,11 +73,11 @@ def quoted(word: str) -> str:
 
 def torchrun_program() -> tuple[str, ...]:
     """`torchrun`, or this Python with its module where the one on the PATH is another Python's."""
-    found = shutil.which("torchrun")
+    torchrun = shutil.which("torchrun")
     beside = Path(sys.executable).parent / "torchrun"
     return (
         ("torchrun",)
-        if found and Path(found).parent == beside.parent
+        if torchrun and Path(torchrun).parent == beside.parent
         else (sys.executable, "-m", "torch.distributed.run")
     )
 
@@ -117,8 +117,8 @@ def _options(cfg: Config, host: Host) -> Iterator[str]:
     launch = cfg.launch
     endpoint = host.endpoint or launch.endpoint
     if launch.max_nodes > 1 and endpoint is None:
-        what = "is needed for several hosts; write HOST:PORT, with one of them as HOST, or start with --slurm"
-        raise ConfigError([Problem("launch.endpoint", what)])
+        problem = "is needed for several hosts; write HOST:PORT, with one of them as HOST, or start with --slurm"
+        raise ConfigError([Problem("launch.endpoint", problem)])
     alone = endpoint is None
     if alone:
         yield "--standalone"
@@ -129,8 +129,8 @@ def _options(cfg: Config, host: Host) -> Iterator[str]:
         yield from _meeting(cfg, host, endpoint)
     if launch.max_restarts:
         yield from ("--max-restarts", str(launch.max_restarts))
-    if own := [name for name in cfg.checkpoint.on_signal if name not in _HANDLED]:
-        yield from ("--signals-to-handle", ",".join((*_HANDLED, *own)))
+    if extra_signals := [name for name in cfg.checkpoint.on_signal if name not in _HANDLED]:
+        yield from ("--signals-to-handle", ",".join((*_HANDLED, *extra_signals)))
 
 
 def _meeting(cfg: Config, host: Host, endpoint: str) -> Iterator[str]:
@@ -168,6 +168,6 @@ def overrides_of(path: Path) -> list[str]:
         ConfigError: The file has other lines, no host, one host twice, or hosts with different numbers of slots.
     """
     hosts = hosts_of(path)
-    first, each = next(iter(hosts.items()))
+    first, slots = next(iter(hosts.items()))
     several = [f"launch.endpoint={first}:{PORT}"] if len(hosts) > 1 else []
-    return [f"launch.nodes={len(hosts)}", f"launch.processes_per_node={each}", *several]
+    return [f"launch.nodes={len(hosts)}", f"launch.processes_per_node={slots}", *several]

@@ -86,12 +86,12 @@ def run(command: TorchrunCommand, cfg: Config, options: int, *, check: bool = Tr
         return PREEMPTED if saved else 128 + int(error.sigval)
     except RendezvousError as error:
         where = cfg.launch.endpoint or args.rdzv_endpoint
-        what = f"the hosts cannot meet at {where} ({type(error).__name__}: {error})"
+        problem = f"the hosts cannot meet at {where} ({type(error).__name__}: {error})"
         hint = (
             "start the same command on every host, and let them reach that port; launch.rendezvous_options sets how "
             "long they wait"
         )
-        raise BackendError(f"{what}; {hint}") from None
+        raise BackendError(f"{problem}; {hint}") from None
     finally:
         silent.cancel()
     return 0
@@ -112,7 +112,7 @@ def _say_if_silent(endpoint: str) -> None:
 
 
 def _failed(error: ChildFailedError) -> int:
-    rank, failure = min(error.failures.items(), key=lambda found: _weight(found[1]))
+    rank, failure = min(error.failures.items(), key=lambda entry: _weight(entry[1]))
     if failure.exitcode >= 0:
         if failure.exitcode != PREEMPTED:
             _say(
@@ -160,8 +160,8 @@ class _Restarts(logging.Filter):
     """Passes nothing on, and says when the ranks are started anew."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if found := _RESTART.search(record.getMessage()):
-            left, total = map(int, found.groups())
+        if match := _RESTART.search(record.getMessage()):
+            left, total = map(int, match.groups())
             _say(f"starts all ranks anew (restart {total - left + 1} of {total})")
         return False
 

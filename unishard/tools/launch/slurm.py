@@ -88,14 +88,14 @@ def _requeued(cfg: Config, start: str) -> Iterator[str]:
 
 def unheard_signal(cfg: Config) -> str | None:
     """What is said of a signal that Slurm is asked to send and that no rank saves at; None if there is none."""
-    given = str(cfg.launch.slurm.get("signal", ""))
-    word = given.rpartition(":")[2].partition("@")[0].upper().removeprefix("SIG")
-    numbers = {str(each.value): each.name for each in Signals}
+    option = str(cfg.launch.slurm.get("signal", ""))
+    word = option.rpartition(":")[2].partition("@")[0].upper().removeprefix("SIG")
+    numbers = {str(signal.value): signal.name for signal in Signals}
     name = numbers.get(word, f"SIG{word}")
     if not word or name in cfg.checkpoint.on_signal:
         return None
     return (
-        f"launch.slurm: Slurm sends {name} before it ends the job (signal={given}), and ranks save only at signals in "
+        f"launch.slurm: Slurm sends {name} before it ends the job (signal={option}), and ranks save only at signals in "
         f"checkpoint.on_signal; add {name} there, unless the script handles it"
     )
 

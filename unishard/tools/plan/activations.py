@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Self
 
 
 class Segment(NamedTuple):
-    """A stretch of a micro-batch in which one module computes."""
+    """A part of a micro-batch in which one module computes."""
 
     phase: Literal["forward", "backward"]
     module: str
@@ -47,12 +47,12 @@ class Activations:
             others: Traces of the same model.
             changes: `micro_batch_size` or `seq_len` of the result.
         """
-        traces = [_placed(each.segments) for each in (self, *others)]
+        traces = [_placed(activations.segments) for activations in (self, *others)]
         segments = []
         for place in sorted(set().union(*traces)):
             same = [trace.get(place) or _covering(trace, place) for trace in traces]
             named = next(trace[place] for trace in traces if place in trace)
-            sizes_of = zip(*((each.nbytes, each.whole, each.end) for each in same), strict=True)
+            sizes_of = zip(*((segment.nbytes, segment.whole, segment.end) for segment in same), strict=True)
             segments.append(Segment(named.phase, named.module, named.unit, *map(measure, sizes_of)))
         sizes = {"micro_batch_size": self.micro_batch_size, "seq_len": self.seq_len} | changes
         return type(self)(sizes["micro_batch_size"], sizes["seq_len"], self.recomputation, tuple(segments))
@@ -66,12 +66,12 @@ def _covering(trace: Mapping[tuple[int, int], Segment], place: tuple[int, int]) 
 def _placed(segments: Sequence[Segment]) -> dict[tuple[int, int], Segment]:
     """Segments by their place: how many modules have computed before, and a number.
 
-    Traces of one model name the same modules, but a stretch between modules is only in those where it is large;
-    elsewhere the next module covers it.
+    Traces of one model name the same modules. A segment between modules is only in traces where it is large; in the
+    others the next module covers it.
     """
-    found: dict[tuple[int, int], Segment] = {}
+    by_place: dict[tuple[int, int], Segment] = {}
     count = 0
     for segment in segments:
-        found[count, 2 if segment.module else segment.phase == "backward"] = segment
+        by_place[count, 2 if segment.module else segment.phase == "backward"] = segment
         count += bool(segment.module)
-    return found
+    return by_place

@@ -112,11 +112,11 @@ class BuiltModel:
             raise
         except Exception as error:  # whatever the model's own code raises
             first = f": {str(error).splitlines()[0]}" if str(error) else ""
-            what = (
+            problem = (
                 f"--model {self._name}: cannot be run without data ({type(error).__name__}{first}); give "
                 "--no-activations"
             )
-            raise ModelError(what) from error
+            raise ModelError(problem) from error
 
     def _from_folder(self, folder: Path) -> ModelWithBatch:
         try:
@@ -166,13 +166,13 @@ class BuiltModel:
         loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
         if isinstance(loss, Tensor) and loss.numel() == 1:
             return loss
-        what = (
+        returned = (
             f"a tensor of shape {list(loss.shape)}"
             if isinstance(loss, Tensor)
             else f"{type(out).__name__} without a loss"
         )
         raise ModelError(
-            f"--model {self._name}: its forward returns {what}; let a factory return (model, batch, loss), where "
+            f"--model {self._name}: its forward returns {returned}; let a factory return (model, batch, loss), where "
             "loss(output) returns the mean loss of what forward returns"
         )
 

@@ -221,9 +221,9 @@ def wire_of(footprint: Footprint, topology: Topology, device: Device) -> Wire:
     per_node = topology.local_world_size
     within = between = 0
     seconds = 0.0
-    for each in footprint.traffic:
-        out = each.between_nodes(per_node)
-        inside = each.sent() - out
+    for transfer in footprint.traffic:
+        out = transfer.between_nodes(per_node)
+        inside = transfer.sent() - out
         within, between = within + inside, between + out
         seconds += max(inside / device.within, out / device.between)
     return Wire(within, between, seconds)

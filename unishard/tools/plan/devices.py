@@ -65,12 +65,12 @@ def device_named(name: str) -> Device:
     Raises:
         ConfigError: There is none of this name.
     """
-    if found := DEVICES.get(name.lower()):
-        return found
+    if device := DEVICES.get(name.lower()):
+        return device
     near = get_close_matches(name.lower(), DEVICES, 1)
     hint = f"did you mean {near[0]}? " if near else ""
-    what = f"no device {name!r}; {hint}write one of {', '.join(DEVICES)}, or --memory 80GiB"
-    raise ConfigError([Problem("--device", what)])
+    problem = f"no device {name!r}; {hint}write one of {', '.join(DEVICES)}, or --memory 80GiB"
+    raise ConfigError([Problem("--device", problem)])
 
 
 def parse_bytes(text: str) -> int:
@@ -79,12 +79,12 @@ def parse_bytes(text: str) -> int:
     Raises:
         ConfigError: It is none.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if not found or found[2] not in _UNITS or not float(found[1]):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if not match or match[2] not in _UNITS or not float(match[1]):
         raise ConfigError(
             [Problem("--memory", f"{text!r} is no size; write a number and a unit, such as 80GiB or 24GB")]
         )
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def in_gib(nbytes: float) -> str:

@@ -101,11 +101,11 @@ class PlannedModel:
         self.name = name
         self.cfg = cfg
         self._folder = None if ":" in name and not Path(name).exists() else _folder(name)
-        said = _source(name) if self._folder is None else text_of(self._folder / "config.json", _LARGEST)
+        source = _source(name) if self._folder is None else text_of(self._folder / "config.json", _LARGEST)
         sharding = cfg.sharding
         self._key = [
             str(self._folder or name),
-            said,
+            source,
             sharding.units,
             sharding.min_unit_params,
             sharding.conditional_modules,
@@ -193,15 +193,15 @@ def _source(name: str) -> str:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = find_spec(module)
+        spec = find_spec(module)
     except (ImportError, ValueError):
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise refusal(
             f"{name}: there is no module {module!r}; run this where it can be imported, or write a folder with "
             "config.json"
         )
-    path = Path(found.origin) if found.origin else None
+    path = Path(spec.origin) if spec.origin else None
     return hashlib.sha256(path.read_bytes()).hexdigest() if path and path.is_file() else ""
 
 

@@ -73,7 +73,7 @@ class Plan:
     def own(self) -> Candidate:
         """The candidate that the config names."""
         wanted = (self.cfg.backend, self.cfg.sharding.strategy)
-        return next(each for each in self.candidates if (each.backend, each.strategy) == wanted)
+        return next(candidate for candidate in self.candidates if (candidate.backend, candidate.strategy) == wanted)
 
     def as_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -90,8 +90,8 @@ class Plan:
             "device": self.device and {"name": self.device.name, "memory": self.device.memory},
             "micro_batch_size": self.cfg.training.micro_batch_size,
             "seq_len": self.seq_len,
-            "activations": {word: found.peak for word, found in self.activations.items()} or None,
-            "candidates": [self._candidate(each) for each in self.candidates],
+            "activations": {word: activations.peak for word, activations in self.activations.items()} or None,
+            "candidates": [self._candidate(candidate) for candidate in self.candidates],
             "recommendation": self.recommendation
             and {"changes": list(self.recommendation.changes), "reason": self.recommendation.reason},
             "answers": self.answers
@@ -103,22 +103,26 @@ class Plan:
             "notes": [self.note] if self.note else [],
         }
 
-    def _candidate(self, each: Candidate) -> dict[str, Any]:
-        found: dict[str, Any] = {"backend": each.backend, "strategy": each.strategy, "refusal": each.refusal or None}
-        if each.footprint is None or each.peak is None:
-            return found
-        footprint = each.footprint
+    def _candidate(self, candidate: Candidate) -> dict[str, Any]:
+        entry: dict[str, Any] = {
+            "backend": candidate.backend,
+            "strategy": candidate.strategy,
+            "refusal": candidate.refusal or None,
+        }
+        if candidate.footprint is None or candidate.peak is None:
+            return entry
+        footprint = candidate.footprint
         sizes: Mapping[str, Bytes] = {**footprint.parts, "persistent": footprint.persistent}
-        found["bytes"] = {name.replace(" ", "_"): size._asdict() for name, size in sizes.items()}
-        found["bytes"]["gathered"] = footprint.gathered
-        found["bytes"]["activations"] = each.activations
-        found["peak"] = {"bytes": each.peak.nbytes, "phase": each.peak.phase, "module": each.peak.module}
-        found["reserved"] = list(each.reserved)
-        found["approximate"] = list(each.approximate)
+        entry["bytes"] = {name.replace(" ", "_"): size._asdict() for name, size in sizes.items()}
+        entry["bytes"]["gathered"] = footprint.gathered
+        entry["bytes"]["activations"] = candidate.activations
+        entry["peak"] = {"bytes": candidate.peak.nbytes, "phase": candidate.peak.phase, "module": candidate.peak.module}
+        entry["reserved"] = list(candidate.reserved)
+        entry["approximate"] = list(candidate.approximate)
         if self.device is not None:
-            found["fits"] = each.fits(self.device.memory)
-            found["wire"] = wire_of(footprint, self.topology, self.device)._asdict()
-        return found
+            entry["fits"] = candidate.fits(self.device.memory)
+            entry["wire"] = wire_of(footprint, self.topology, self.device)._asdict()
+        return entry
 
 
 def make_plan(
@@ -147,14 +151,14 @@ def make_plan(
         ModelError: It cannot be run, or not without data.
     """
     shape, micro = model.shape, cfg.training.micro_batch_size
-    own = cfg.activation_checkpointing
-    own_word = own if isinstance(own, str) else ", ".join(own)
+    recomputation = cfg.activation_checkpointing
+    own_word = recomputation if isinstance(recomputation, str) else ", ".join(recomputation)
     sharing = cfg.parallel.sequence.size
     part = -(-seq_len // sharing)  # what a rank has of a sample
     traced: dict[str, Activations] = {}
     note = ""
     if activations:
-        traced[own_word] = model.activations(micro, part, own)
+        traced[own_word] = model.activations(micro, part, recomputation)
         for word in questions.RECOMPUTATIONS:
             if word not in traced:
                 try:
@@ -178,13 +182,15 @@ def make_plan(
         for word in questions.RECOMPUTATIONS[cheaper:]
         if word in traced
     ]
-    found = questions.with_compilation(questions.recommend(levels, topology, device), cfg, shape, device)
-    answered = _answers(plan, model, own, device) if answers and traced and plan.own.footprint is not None else None
-    return Plan(model.name, shape, cfg, topology, device, seq_len, candidates, traced, note, found, answered)
+    recommendation = questions.with_compilation(questions.recommend(levels, topology, device), cfg, shape, device)
+    answered = (
+        _answers(plan, model, recomputation, device) if answers and traced and plan.own.footprint is not None else None
+    )
+    return Plan(model.name, shape, cfg, topology, device, seq_len, candidates, traced, note, recommendation, answered)
 
 
 def _answers(plan: Plan, model: Model, recomputation: str | list[str], device: Device) -> Answers:
-    cfg, own, micro = plan.cfg, plan.own, plan.cfg.training.micro_batch_size
+    cfg, configured, micro = plan.cfg, plan.own, plan.cfg.training.micro_batch_size
 
     sharing = cfg.parallel.sequence.size
 
@@ -193,9 +199,15 @@ def _answers(plan: Plan, model: Model, recomputation: str | list[str], device: D
 
     activations = next(iter(plan.activations.values()))
     return Answers(
-        questions.largest_micro_batch(own, plan.shape, device.memory, trace, -(-plan.seq_len // sharing)),
-        sharing * questions.largest_seq_len(own, plan.shape, device.memory, trace, micro),
+        questions.largest_micro_batch(configured, plan.shape, device.memory, trace, -(-plan.seq_len // sharing)),
+        sharing * questions.largest_seq_len(configured, plan.shape, device.memory, trace, micro),
         questions.gpus_needed(
-            cfg, plan.shape, activations, own.backend, own.strategy, device.memory, plan.topology.local_world_size
+            cfg,
+            plan.shape,
+            activations,
+            configured.backend,
+            configured.strategy,
+            device.memory,
+            plan.topology.local_world_size,
         ),
     )

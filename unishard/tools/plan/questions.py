@@ -157,12 +157,14 @@ def recommend(
     config's own engine.
 
     Args:
-        by_recomputation: Words of `activation_checkpointing` with the candidates under each, the cheapest first.
+        by_recomputation: Words of `activation_checkpointing` with the candidates under candidate, the cheapest first.
         topology: The ranks.
         device: Memory and bandwidths.
     """
     memory = device.memory
-    planned = [(word, [each for each in found if each.peak is not None]) for word, found in by_recomputation]
+    planned = [
+        (word, [candidate for candidate in rows if candidate.peak is not None]) for word, rows in by_recomputation
+    ]
 
     def price(candidate: Candidate) -> tuple[float, int]:
         seconds = wire_of(candidate.footprint, topology, device).seconds if candidate.footprint else 0.0
@@ -170,11 +172,11 @@ def recommend(
 
     for surely in (True, False):
         for word, candidates in planned:
-            fitting = [each for each in candidates if each.fits(memory, surely=surely)]
+            fitting = [candidate for candidate in candidates if candidate.fits(memory, surely=surely)]
             if fitting:
                 best = min(fitting, key=price)
                 return Recommendation(_changes(best, word), _reason(best, candidates, memory, price), best)
-    nearest = min((each for _, candidates in planned for each in candidates), key=_peak, default=None)
+    nearest = min((candidate for _, candidates in planned for candidate in candidates), key=_peak, default=None)
     if nearest is None:
         return Recommendation((), "no engine can run this config", None)
     return Recommendation(
@@ -185,27 +187,34 @@ def recommend(
     )
 
 
-def with_compilation(found: Recommendation, cfg: Config, shape: ModelShape, device: Device) -> Recommendation:
+def with_compilation(recommendation: Recommendation, cfg: Config, shape: ModelShape, device: Device) -> Recommendation:
     """The same, with `compile: per_block` for a model of blocks that are alike, on a known GPU, if nothing is compiled
     yet.
     """
     alike = Counter(tuple(parameter.shape for parameter in unit) for unit in shape.by_unit[:-1])
     count = max(alike.values(), default=0)
-    if found.candidate is None or cfg.compile.mode != "none" or device.name not in DEVICES or count < _REPEATED:
-        return found
+    if (
+        recommendation.candidate is None
+        or cfg.compile.mode != "none"
+        or device.name not in DEVICES
+        or count < _REPEATED
+    ):
+        return recommendation
     why = (
         f"compile: per_block compiles one of {count} blocks that are alike: faster steps after a longer first one, "
         "equal to rounding"
     )
-    return found._replace(changes=(*found.changes, "compile=per_block"), reason=f"{found.reason}; {why}")
+    return recommendation._replace(
+        changes=(*recommendation.changes, "compile=per_block"), reason=f"{recommendation.reason}; {why}"
+    )
 
 
 def _changes(best: Candidate, word: str) -> tuple[str, ...]:
     changes = f"backend={best.backend}", f"sharding.strategy={best.strategy}"
-    own = best.cfg.activation_checkpointing if best.cfg else word
+    recomputation = best.cfg.activation_checkpointing if best.cfg else word
     return (
         changes
-        if own == word or (isinstance(own, list) and word == ", ".join(own))
+        if recomputation == word or (isinstance(recomputation, list) and word == ", ".join(recomputation))
         else (*changes, f"activation_checkpointing={word}")
     )
 
@@ -218,7 +227,11 @@ def _reason(
         f"{best.strategy} on {best.backend} sends the least of those that fit: its peak is {with_unit(_peak(best))} of "
         f"{with_unit(memory)}, in the {where}"
     )
-    cheaper = [each for each in candidates if not each.fits(memory, surely=True) and price(each) < price(best)]
+    cheaper = [
+        candidate
+        for candidate in candidates
+        if not candidate.fits(memory, surely=True) and price(candidate) < price(best)
+    ]
     if cheaper:
         next_ = min(cheaper, key=price)
         reason += f"; {next_.strategy} on {next_.backend} would send less, but needs {with_unit(_peak(next_))}"

@@ -5,6 +5,6 @@ from __future__ import annotations
 from unishard.errors import ConfigError, Problem
 
 
-def refusal(what: str) -> ConfigError:
+def refusal(problem: str) -> ConfigError:
     """The error of a model that cannot be planned."""
-    return ConfigError([Problem("--model", what)])
+    return ConfigError([Problem("--model", problem)])

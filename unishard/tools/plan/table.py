@@ -17,26 +17,26 @@ _COLUMNS = ("params", "master", "grads", "optim", "buffer", "activ", "peak")
 def lines_of(plan: Plan) -> Iterator[str]:
     """The plan for a terminal or a file."""
     yield from _heading(plan)
-    for backend in dict.fromkeys(each.backend for each in plan.candidates):
+    for backend in dict.fromkeys(candidate.backend for candidate in plan.candidates):
         yield ""
-        yield from _text_table(plan, [each for each in plan.candidates if each.backend == backend])
+        yield from _text_table(plan, [candidate for candidate in plan.candidates if candidate.backend == backend])
     yield ""
     yield from _peaks(plan)
     yield from _activations(plan)
     yield from _bars(plan)
-    yield from _verdict(plan)
+    yield from _answers(plan)
 
 
 def _heading(plan: Plan) -> Iterator[str]:
     shape, topology = plan.shape, plan.topology
     trainable = sum(parameter.numel for parameter in shape.trainable)
     ranks, nodes = topology.world_size, topology.world_size // topology.local_world_size
-    said = f"{plan.model}: {_count(shape.numel)} parameters" + (
+    model = f"{plan.model}: {_count(shape.numel)} parameters" + (
         f", {_count(trainable)} trainable" if trainable != shape.numel else ""
     )
     where = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
     on = f"; {plan.device.name}, {with_unit(plan.device.memory)}" if plan.device else ""
-    yield from wrap(f"{said}; {where}{on}", _WIDTH)
+    yield from wrap(f"{model}; {where}{on}", _WIDTH)
     sizes = _micro_batch_of(plan) if plan.activations else plan.note
     word = next(iter(plan.activations), "")
     yield from wrap(
@@ -48,33 +48,35 @@ def _text_table(plan: Plan, candidates: list[Candidate]) -> Iterator[str]:
     yield (
         f"{candidates[0].backend:<22}" + "".join(f"{name:>7}" for name in _COLUMNS) + ("  fits" if plan.device else "")
     )
-    for each in candidates:
-        label = ("* " if each is plan.own else "  ") + each.strategy
-        if each.footprint is None or each.peak is None:
-            yield from wrap(f"{label:<22} {each.refusal}", _WIDTH, subsequent_indent=" " * 23)
+    for candidate in candidates:
+        label = ("* " if candidate is plan.own else "  ") + candidate.strategy
+        if candidate.footprint is None or candidate.peak is None:
+            yield from wrap(f"{label:<22} {candidate.refusal}", _WIDTH, subsequent_indent=" " * 23)
             continue
-        footprint = each.footprint
+        footprint = candidate.footprint
         sizes = (
             footprint.parameters.device,
             footprint.masters.device,
             footprint.gradients.device,
             footprint.optimizer.device,
             footprint.buffers.device + footprint.gathered,
-            each.activations,
-            each.peak.nbytes,
+            candidate.activations,
+            candidate.peak.nbytes,
         )
         host = footprint.persistent.host
-        yield (f"{label:<22}" + "".join(f"{in_gib(size):>7}" for size in sizes) + f"  {_fits(plan, each)}").rstrip()
+        yield (
+            f"{label:<22}" + "".join(f"{in_gib(size):>7}" for size in sizes) + f"  {_fits(plan, candidate)}"
+        ).rstrip()
         if host:
             yield f"    and {with_unit(host)} of host memory"
 
 
-def _fits(plan: Plan, each: Candidate) -> str:
+def _fits(plan: Plan, candidate: Candidate) -> str:
     if plan.device is None:
         return ""
-    if not each.fits(plan.device.memory):
+    if not candidate.fits(plan.device.memory):
         return "no"
-    return "yes" if each.fits(plan.device.memory, surely=True) else "~"
+    return "yes" if candidate.fits(plan.device.memory, surely=True) else "~"
 
 
 def _peaks(plan: Plan) -> Iterator[str]:
@@ -83,14 +85,14 @@ def _peaks(plan: Plan) -> Iterator[str]:
         if plan.device is None
         else (f"{'':<32}{'peak in the':<25}{'in node':>7}{'between':>8}{'seconds':>8}")
     )
-    for each in plan.candidates:
-        if each.footprint is None or each.peak is None:
+    for candidate in plan.candidates:
+        if candidate.footprint is None or candidate.peak is None:
             continue
-        where = each.peak.where
+        where = candidate.peak.where
         shown = where if len(where) <= 24 else where[:10] + "..." + where[-11:]
-        line = f"{each.backend:<11}{each.strategy:<21}{shown:<25}"
+        line = f"{candidate.backend:<11}{candidate.strategy:<21}{shown:<25}"
         if plan.device is not None:
-            wire = wire_of(each.footprint, plan.topology, plan.device)
+            wire = wire_of(candidate.footprint, plan.topology, plan.device)
             line += f"{in_gib(wire.within):>7}{in_gib(wire.between):>8}{wire.seconds:>8.3f}"
         yield line.rstrip()
 
@@ -98,36 +100,38 @@ def _peaks(plan: Plan) -> Iterator[str]:
 def _activations(plan: Plan) -> Iterator[str]:
     if plan.activations:
         yield ""
-        found = "; ".join(f"{word} {in_gib(each.peak)}" for word, each in plan.activations.items())
-        yield from wrap(f"activations at their peak by activation_checkpointing, GiB: {found}", _WIDTH)
+        peaks = "; ".join(f"{word} {in_gib(traced.peak)}" for word, traced in plan.activations.items())
+        yield from wrap(f"activations at their peak by activation_checkpointing, GiB: {peaks}", _WIDTH)
     if plan.note:
         yield from wrap(f"note: {plan.note}", _WIDTH)
 
 
 def _bars(plan: Plan) -> Iterator[str]:
-    own = plan.own
-    if own.footprint is None or own.peak is None:
+    configured = plan.own
+    if configured.footprint is None or configured.peak is None:
         return
-    parts = {name: size.device for name, size in own.footprint.parts.items()}
-    parts["buffers"] += own.footprint.gathered
-    parts["activations"] = own.activations
+    parts = {name: size.device for name, size in configured.footprint.parts.items()}
+    parts["buffers"] += configured.footprint.gathered
+    parts["activations"] = configured.activations
     most = max([*parts.values(), 1])
     yield ""
-    yield f"{own.strategy} on {own.backend}, GiB on the device"
+    yield f"{configured.strategy} on {configured.backend}, GiB on the device"
     for name, size in parts.items():
         if size:
             yield f"  {name:<16}{in_gib(size):>8} {'#' * max(1, round(_BAR * size / most))}"
-    low, high = own.reserved
-    yield f"  {'peak':<16}{in_gib(own.peak.nbytes):>8} in the {own.peak.where}"[:_WIDTH]
+    low, high = configured.reserved
+    yield f"  {'peak':<16}{in_gib(configured.peak.nbytes):>8} in the {configured.peak.where}"[:_WIDTH]
     yield f"  (the parts peak at different times; the allocator reserves {in_gib(low)} to {in_gib(high)})"
 
 
-def _verdict(plan: Plan) -> Iterator[str]:
+def _answers(plan: Plan) -> Iterator[str]:
     if plan.answers is not None:
-        found = plan.answers
+        answers = plan.answers
         yield ""
-        ranks = f"needs {found.ranks} rank{'s' * (found.ranks > 1)}" if found.ranks else "fits on no number of ranks"
-        sizes = f"the largest micro-batch is {found.micro_batch_size}, the longest sequence {found.seq_len}"
+        ranks = (
+            f"needs {answers.ranks} rank{'s' * (answers.ranks > 1)}" if answers.ranks else "fits on no number of ranks"
+        )
+        sizes = f"the largest micro-batch is {answers.micro_batch_size}, the longest sequence {answers.seq_len}"
         yield from wrap(f"{plan.own.strategy} on {plan.own.backend}: {sizes}; as it is, it {ranks}", _WIDTH)
     if plan.recommendation is not None:
         yield ""

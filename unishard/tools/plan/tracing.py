@@ -74,19 +74,19 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 2.13
         """The peaks of each place; a place that is entered again is another segment."""
         count = len(self.places)
         peaks, wholes, ends = [0] * count, [0] * count, [0] * count
-        live = made = at = kept = 0
+        live = made = at = gradient_bytes = 0
         for number, size, place in self.events:
             while at < place:
                 at += 1
-                kept = 0
+                gradient_bytes = 0
                 peaks[at] = wholes[at] = ends[at] = live
             if number in self.excluded:
                 made += size
-                kept += max(0, -size)  # what the optimizer would keep
+                gradient_bytes += max(0, -size)  # what the optimizer would keep
             else:
                 live += size
             peaks[at] = max(peaks[at], live + made)
-            wholes[at] = max(wholes[at], live + made + kept)
+            wholes[at] = max(wholes[at], live + made + gradient_bytes)
             ends[at] = live
         for (phase, module, unit), *sizes in zip(self.places, peaks, wholes, ends, strict=True):
             yield Segment("forward" if phase == "forward" else "backward", module, unit, *sizes)
@@ -143,7 +143,7 @@ def trace(
 
 
 def _joined(segments: list[Segment]) -> tuple[Segment, ...]:
-    """Without the short stretches between modules, which the next one covers, unless they are the largest of their
+    """Without the short segments between modules, which the next one covers, unless they are the largest of their
     phase.
     """
     largest = {

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from unishard.failures.call_log import CallLog, RecentCalls
-from unishard.failures.verdict import BUSY, LEFT, MEETS, WAITS, Judge, Judgement, Standstill, different_calls
+from unishard.failures.deadlocks import (
+    BUSY,
+    LEFT,
+    MEETS,
+    WAITS,
+    DeadlockDetector,
+    Diagnosis,
+    Standstill,
+    different_calls,
+)
 
 FORWARD, SAVE = "is in engine.forward (update 13)", "is in engine.save (update 13)"
 
@@ -36,7 +45,7 @@ def status(
 
 
 def test_a_difference_of_before_is_told_with_what_to_do() -> None:
-    verdict = Judge()({0: status(BUSY, "a", SAVE, "b"), 1: status(BUSY, "a", FORWARD, "b")}).verdict
+    verdict = DeadlockDetector()({0: status(BUSY, "a", SAVE, "b"), 1: status(BUSY, "a", FORWARD, "b")}).abort_reason
     assert (
         f"rank 0 {SAVE}; rank 1 {FORWARD}; they have trained on since, perhaps differently: go back to a checkpoint"
         in verdict
@@ -65,9 +74,9 @@ def test_ranks_that_wait_for_each_other_in_vain(ranks: list[tuple[str, int, bool
     statuses = {
         rank: status(doing, *calls[:number], inside=inside) for rank, (doing, number, inside) in enumerate(ranks)
     }
-    assert bool(Judge()(statuses).verdict) is deadlock
+    assert bool(DeadlockDetector()(statuses).abort_reason) is deadlock
     fresh = {rank: [*each[:4], 1.0, *each[5:]] for rank, each in statuses.items()}
-    assert Judge()(fresh).verdict == "", "they have just come there"
+    assert DeadlockDetector()(fresh).abort_reason == "", "they have just come there"
 
 
 @pytest.mark.parametrize(
@@ -77,14 +86,17 @@ def test_ranks_wait_for_each_other_only_in_a_collective_that_both_join(
     outside: tuple[int, ...], deadlock: bool
 ) -> None:
     waits = {rank: status(WAITS, "a", inside=False, group=outside) for rank in (0, 2)}
-    assert bool(Judge()(waits | {1: status(MEETS, "a", "b")}).verdict) is deadlock
-    assert bool(Judge()(waits | {1: status(WAITS, "a", "b", group=outside and (0, 1))}).verdict) is deadlock
+    assert bool(DeadlockDetector()(waits | {1: status(MEETS, "a", "b")}).abort_reason) is deadlock
+    assert (
+        bool(DeadlockDetector()(waits | {1: status(WAITS, "a", "b", group=outside and (0, 1))}).abort_reason)
+        is deadlock
+    )
 
 
 def test_a_rank_whose_own_threads_may_join_what_another_one_waits_in_is_waited_for() -> None:
     waits = status(WAITS, "a", inside=False)
-    assert Judge()({0: waits, 1: status(MEETS, "a", "b")}).verdict
-    assert not Judge()({0: waits, 1: status(MEETS, "a", "b", threads=True)}).verdict
+    assert DeadlockDetector()({0: waits, 1: status(MEETS, "a", "b")}).abort_reason
+    assert not DeadlockDetector()({0: waits, 1: status(MEETS, "a", "b", threads=True)}).abort_reason
 
 
 @pytest.mark.parametrize("doing", [MEETS, WAITS])
@@ -95,7 +107,7 @@ def test_a_collective_of_another_call_is_waited_for_longer_than_one_that_is_slow
             rank: status(does, *calls[:number], seconds=61.0)
             for rank, (does, number) in enumerate([(doing, first), (WAITS, second)])
         }
-        return Judge()(statuses).verdict
+        return DeadlockDetector()(statuses).abort_reason
 
     assert (
         verdict(3, 2)
@@ -105,24 +117,24 @@ def test_a_collective_of_another_call_is_waited_for_longer_than_one_that_is_slow
 
 
 def test_the_first_rank_that_waits_is_told_once_where_the_late_ones_are() -> None:
-    judge = Judge()
+    detect = DeadlockDetector()
     late = status(BUSY, "a", inside=False, place="is at train.py:33 in load, outside unishard")
     statuses = {0: late, 1: status(MEETS, "a", SAVE), 2: status(MEETS, "a", SAVE)}
     said = (
         "has waited 12 s for other ranks: rank 0 is at train.py:33 in load, outside unishard; ranks 1, 2 "
         f"{SAVE.replace('is', 'are', 1)}"
     )
-    assert judge(statuses) == Judgement(late={1: said})
-    assert judge(statuses) == Judgement()
+    assert detect(statuses) == Diagnosis(late={1: said})
+    assert detect(statuses) == Diagnosis()
 
 
 def test_late_ranks_are_told_to_one_that_waits_in_a_collective_too() -> None:
     late = status(BUSY, "a", place="is in engine.forward (update 13) at model.py:7 in forward")
-    told = Judge()({0: status(WAITS, "a"), 1: late}).late
+    told = DeadlockDetector()({0: status(WAITS, "a"), 1: late}).late
     assert told == {
         0: "has waited 12 s for other ranks: rank 0 a; rank 1 is in engine.forward (update 13) at model.py:7 in forward"
     }
-    assert Judge()({rank: status(WAITS, "a") for rank in (0, 1)}) == Judgement(), "a slow network"
+    assert DeadlockDetector()({rank: status(WAITS, "a") for rank in (0, 1)}) == Diagnosis(), "a slow network"
 
 
 def test_a_rank_that_is_gone_is_told_with_its_error_or_with_its_last_call() -> None:

@@ -1,5 +1,5 @@
-"""What ranks that disagree, or that all stand still, tell about each other: the text of the error that each of them
-raises.
+"""Finds ranks that wait for each other, and writes the error of ranks that make different calls, which names where each
+rank is.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _SLOWEST = 6
 """Timeouts that a collective which all ranks have joined may take on the last of them."""
 
 
-class Judgement(NamedTuple):
-    """What the monitor makes of ranks that all stand still."""
+class Diagnosis(NamedTuple):
+    """What `DeadlockDetector` finds about ranks that all stand still."""
 
-    verdict: str = ""
+    abort_reason: str = ""
     """Why no rank can go on; empty while one might."""
     late: Mapping[int, str] = {}
     """What to log on a rank that has waited for long."""
@@ -86,7 +86,7 @@ def different_calls(tails: Mapping[int, RecentCalls], gone: Mapping[int, str]) -
     if raised := _raised(tails, at):
         return _because(raised, places, silent, _last_common(tails, at))
     where = describe(places, silent, _last_common(tails, at))
-    if number is not None and len({call._replace(held="", error="") for call in calls.values()}) == 1:
+    if number is not None and len({call._replace(equal_values="", error="") for call in calls.values()}) == 1:
         return _unequal(calls)
     problem, advice = _problem(calls.values()) if number is not None else (_DEADLOCK, "")
     if not advice and number is not None and all(tail.number > number for tail in tails.values()):
@@ -96,30 +96,32 @@ def different_calls(tails: Mapping[int, RecentCalls], gone: Mapping[int, str]) -
 
 def _unequal(calls: Mapping[int, Call]) -> str:
     """Name the values that differ between ranks which make the same call."""
-    held = {rank: json.loads(call.held or "{}") for rank, call in calls.items()}
+    by_rank = {rank: json.loads(call.equal_values or "{}") for rank, call in calls.items()}
     names = [
-        name for name in dict.fromkeys(chain(*held.values())) if len({values.get(name) for values in held.values()}) > 1
+        name
+        for name in dict.fromkeys(chain(*by_rank.values()))
+        if len({values.get(name) for values in by_rank.values()}) > 1
     ]
-    told = {
+    places = {
         rank: f"has {', '.join(f'{name} {values.get(name, _UNWRITTEN)}' for name in names[:_NAMED])}"
-        for rank, values in held.items()
+        for rank, values in by_rank.items()
     }
     more = f"; {len(names) - _NAMED} other values differ too" if len(names) > _NAMED else ""
     place = next(iter(calls.values())).place.removeprefix("is in ")
-    return f"{_UNEQUAL} {place}: {describe(told, (), '')}{more}; {_ALIKE}"
+    return f"{_UNEQUAL} {place}: {describe(places, (), '')}{more}; {_ALIKE}"
 
 
 def _raised(tails: Mapping[int, RecentCalls], at: int) -> dict[int, str]:
     """The errors with which ranks have left, in a call of a number or after it."""
-    found = {
+    by_rank = {
         rank: [call.error for call in tail.calls[max(0, at - tail.first) :] if call.error]
         for rank, tail in tails.items()
     }
-    return {rank: errors[0] for rank, errors in found.items() if errors}
+    return {rank: errors[0] for rank, errors in by_rank.items() if errors}
 
 
 def _because(raised: Mapping[int, str], places: Mapping[int, str], silent: Collection[int], last: str) -> str:
-    """Name the ranks that have left with an error first, since that is the cause of what the others meet."""
+    """Name the ranks that have left with an error first, since their errors cause those of the others."""
     first = describe({rank: f"raised {text} and {places[rank]}" for rank, text in raised.items()}, (), "")
     others = describe({rank: place for rank, place in places.items() if rank not in raised}, silent, last)
     return f"{first}; {others}" if others else first
@@ -136,7 +138,7 @@ def _problem(calls: Collection[Call]) -> tuple[str, str]:
     if len({call.place for call in calls}) > 1:
         return _DEADLOCK, ""
     if len({call.skipped for call in calls}) > 1:
-        classes = sorted({found for call in calls for found in re.findall(r"\((\w+)\)", call.skipped)})
+        classes = sorted({name for call in calls for name in re.findall(r"\((\w+)\)", call.skipped)})
         advice = f"{_EXCEPT}{', '.join(classes)} there, {_BRANCH}" if classes else _OWN_MODULE
         return _MIXED, f"; all ranks must use the same parameters, {advice}"
     if len({call.order for call in calls}) > 1:
@@ -159,13 +161,13 @@ def _last_common(tails: Mapping[int, RecentCalls], at: int) -> str:
     return "is before its first call"
 
 
-class Judge:
-    """Judges the ranks that live, once all of them stand still. Runs on rank 0, in the monitor's thread."""
+class DeadlockDetector:
+    """Looks for a deadlock once all living ranks stand still. Runs on rank 0, in the monitor's thread."""
 
     def __init__(self) -> None:
         self._warned: set[tuple[int, int]] = set()
 
-    def __call__(self, sent: Mapping[int, Any]) -> Judgement:
+    def __call__(self, sent: Mapping[int, Any]) -> Diagnosis:
         """Decide whether the ranks wait for each other, and which of them are late.
 
         Args:
@@ -174,24 +176,26 @@ class Judge:
         statuses = {rank: Standstill(tail_from(tail), *rest) for rank, (tail, *rest) in sent.items()}
         tails = {rank: status.tail for rank, status in statuses.items()}
         if first_difference(tails) is not None:
-            return Judgement(different_calls(tails, {}))
+            return Diagnosis(different_calls(tails, {}))
         places = {rank: status.place for rank, status in statuses.items()}
         where = describe(places, (), "")
         if _is_deadlock(statuses):
             if raised := _raised(tails, min(tail.number for tail in tails.values())):
-                return Judgement(_because(raised, places, (), ""))
-            return Judgement(f"{_DEADLOCK}: {where}")
+                return Diagnosis(_because(raised, places, (), ""))
+            return Diagnosis(f"{_DEADLOCK}: {where}")
         waiting = [
-            rank for rank, each in statuses.items() if each.doing in (MEETS, WAITS) and each.seconds >= each.patience
+            rank
+            for rank, status in statuses.items()
+            if status.doing in (MEETS, WAITS) and status.seconds >= status.patience
         ]
-        if not waiting or all(each.doing == WAITS for each in statuses.values()):
-            return Judgement()
+        if not waiting or all(status.doing == WAITS for status in statuses.values()):
+            return Diagnosis()
         first = min(waiting)
         asked = (tails[first].epoch, tails[first].number)
         if asked in self._warned:
-            return Judgement()
+            return Diagnosis()
         self._warned.add(asked)
-        return Judgement(late={first: f"has waited {statuses[first].seconds:.0f} s for other ranks: {where}"})
+        return Diagnosis(late={first: f"has waited {statuses[first].seconds:.0f} s for other ranks: {where}"})
 
 
 def _is_deadlock(statuses: Mapping[int, Standstill]) -> bool:
@@ -204,10 +208,10 @@ def _is_deadlock(statuses: Mapping[int, Standstill]) -> bool:
         if status.doing == MEETS or (status.doing == WAITS and status.inside)
     }
     return any(
-        _never_comes(other, each)
-        for rank, each in waiting.items()
+        _never_comes(other, status)
+        for rank, status in waiting.items()
         for another, other in statuses.items()
-        if each.waits_for(another) and (other.doing != WAITS or other.waits_for(rank))
+        if status.waits_for(another) and (other.doing != WAITS or other.waits_for(rank))
     )
 
 

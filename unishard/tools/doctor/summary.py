@@ -1,4 +1,4 @@
-"""The answer of the whole report: which engines can train here, on what, and what keeps the others from it. Pure."""
+"""The summary of the report: which engines can train here, on which devices, and why the others cannot. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BACKEND = "backend "
 _PROBE = "probe "
 
 
-def verdict(checks: Sequence[Check]) -> Iterator[str]:
+def summary(checks: Sequence[Check]) -> Iterator[str]:
     """One line for the engines that can train, one for each that cannot, and one for each other check that fails."""
     backends = [check for check in checks if check.name.startswith(_BACKEND)]
     ready = [check.name.removeprefix(_BACKEND) for check in backends if check.status is Status.OK]

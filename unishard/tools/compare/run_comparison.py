@@ -1,4 +1,4 @@
-"""Whether two runs agree, and what to say where they do not."""
+"""Compare two runs: whether they agree, and where they differ first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FieldDifference(NamedTuple):
     expected: Any
 
 
-class Verdict(NamedTuple):
+class RunComparison(NamedTuple):
     """The result of one comparison."""
 
     found: ComparedRun
@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
         return self.at is None
 
     def as_json(self) -> dict[str, Any]:
-        """All that is known."""
+        """The whole result as JSON values."""
         return {
             "run": self.found.name,
             "expected": self.expected.name,
@@ -58,7 +58,7 @@ class Verdict(NamedTuple):
         }
 
 
-def verdict_of(found: ComparedRun, expected: ComparedRun, compute: str) -> Verdict:
+def compare_runs(found: ComparedRun, expected: ComparedRun, compute: str) -> RunComparison:
     """Compare two runs.
 
     Args:
@@ -76,7 +76,7 @@ def verdict_of(found: ComparedRun, expected: ComparedRun, compute: str) -> Verdi
             "--steps"
         )
     at = first_divergence(found.course, expected.course, TOLERANCES[compute])
-    return Verdict(found, expected, distance, at, [] if at is None else list(_different(found, expected)))
+    return RunComparison(found, expected, distance, at, [] if at is None else list(_different(found, expected)))
 
 
 def _different(found: ComparedRun, expected: ComparedRun) -> Iterator[FieldDifference]:
@@ -85,10 +85,10 @@ def _different(found: ComparedRun, expected: ComparedRun) -> Iterator[FieldDiffe
             yield FieldDifference(path, value, expected.facts[path])
 
 
-def lines_of(verdict: Verdict) -> Iterator[str]:
-    """A verdict in 80 columns."""
-    distance, at = verdict.distance, verdict.at
-    names = f"{verdict.found.name} and {verdict.expected.name}"
+def lines_of(comparison: RunComparison) -> Iterator[str]:
+    """The result in 80 columns."""
+    distance, at = comparison.distance, comparison.at
+    names = f"{comparison.found.name} and {comparison.expected.name}"
     if at is None:
         norms = "" if distance.norm is None else f", of norms {distance.norm:.1e}"
         far = f"the largest relative difference of losses is {distance.loss:.1e}{norms}"
@@ -98,8 +98,10 @@ def lines_of(verdict: Verdict) -> Iterator[str]:
         f"{at.name} is {at.found}, not {at.expected} (relative difference {at.relative:.1e}, allowed {at.allowed:.0e})"
     )
     yield from wrap(f"different: {names} at step {at.step}: {values}", _WIDTH, subsequent_indent="  ")
-    for path, found, expected in verdict.fields:
-        differs = f"{path} is {shown(found)} in {verdict.found.name}, {shown(expected)} in {verdict.expected.name}"
+    for path, found, expected in comparison.fields:
+        differs = (
+            f"{path} is {shown(found)} in {comparison.found.name}, {shown(expected)} in {comparison.expected.name}"
+        )
         yield from wrap(differs, _WIDTH, subsequent_indent="  ")
-    for line in modules.lines_of(verdict.located):
+    for line in modules.lines_of(comparison.located):
         yield from wrap(line, _WIDTH, subsequent_indent="  ")
