@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKENDS, EACH, STRATEGIES, config, heard, in_ranks, my_rank, refused
+from harness import BACKENDS, EACH, PAIRS, config, heard, in_ranks, my_rank, refused
 from recording import Countable, Recorder
 from safetensors import safe_open
 from torch import nn
@@ -78,7 +78,7 @@ def of_all_ranks(found):
 
 
 CELLS = (
-    *((backend, strategy, None) for backend in BACKENDS for strategy in STRATEGIES),
+    *((*pair, None) for pair in PAIRS),
     *((backend, "full_shard", how) for backend in BACKENDS for how in ("rank0", "local")),
 )
 

@@ -10,8 +10,8 @@ from functools import cache
 
 import pytest
 import torch
-from harness import assert_conforms, curve, own_share, play, prepare, tolerance, train, values, windows
-from harness.training import ACCUMULATION, BACKENDS, EVERY, MICRO_BATCHES, PRECISIONS, SPANNING, STRATEGIES, configured
+from harness import PAIRS, assert_conforms, curve, own_share, play, prepare, tolerance, train, values, windows
+from harness.training import ACCUMULATION, BACKENDS, EVERY, MICRO_BATCHES, PRECISIONS, SPANNING, configured
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
@@ -221,9 +221,7 @@ ROUNDED = Tolerance(
     "each rank's gradients are rounded to 8 bits before they are summed, and the sum once more: 2e-3 in an element, "
     "less in the norm",
 )
-REDUCED = tuple(
-    (backend, strategy, reduce) for backend in BACKENDS for strategy in STRATEGIES for reduce in ("fp32", "bf16")
-)
+REDUCED = tuple((*pair, reduce) for pair in PAIRS for reduce in ("fp32", "bf16"))
 
 
 def reduced(backend, strategy, reduce):
@@ -231,8 +229,7 @@ def reduced(backend, strategy, reduce):
         return curve(train(engine, own_share(MICRO_BATCHES)))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "strategy"), PAIRS)
 def test_reducing_in_bf16_rounds_the_gradients_and_no_more(backend, strategy):
     played = play(tuple((reduced, cell) for cell in REDUCED))
     low, own = (values(played[reduced, (backend, strategy, reduce)]) for reduce in ("bf16", "fp32"))

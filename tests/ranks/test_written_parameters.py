@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import BACKENDS, STRATEGIES, config, in_ranks, my_rank, refused
+from harness import BACKENDS, PAIRS, config, in_ranks, my_rank, refused
 from torch import nn
 
 import unishard
 
 WORLD = 2
-CELLS = tuple((backend, strategy, "fp32") for backend in BACKENDS for strategy in STRATEGIES[1:]) + tuple(
+CELLS = tuple((*pair, "fp32") for pair in PAIRS if pair[1] != "no_shard") + tuple(
     (backend, "no_shard", "bf16") for backend in BACKENDS
 )
 
