@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from harness import BACKENDS, PAIRS, config, error, play, values
+from harness import BACKENDS, PAIRS, config, play, values
 from torch import nn
 
 import unishard
@@ -98,15 +98,3 @@ def test_inference_casts_the_same_arguments():
     outs = [values(played[function, arguments])[0] for function, arguments in PLAYED if function is evaluated]
     assert {seen for seen, *_ in outs} == {(torch.bfloat16, torch.float32)}
     assert all(torch.equal(out, outs[0][1]) for _, out, _ in outs)
-
-
-def unknown(backend):
-    return unishard.prepare(Diffusion(), config(backend, precision={"compute": "bf16", "cast_inputs": ["smaple"]}))
-
-
-def test_a_name_that_no_forward_has_is_refused():
-    for backend in BACKENDS:
-        assert error(play(tuple((unknown, (each,)) for each in BACKENDS), world=1)[unknown, (backend,)]) == (
-            "ConfigError: precision.cast_inputs: no forward of the model or of its units has an argument 'smaple'; "
-            "they have sample, timestep, scale, input"
-        )
