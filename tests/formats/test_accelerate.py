@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from unishard import formats
-from unishard.config import Config, leaves
+from unishard.config import Config, leaves, value_at
 from unishard.config.topology import Topology
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
@@ -192,6 +194,71 @@ def test_every_word_of_a_row_says_something_where_something_is_lost():
         words = catalog.get("accelerate").write(reading, SIXTEEN).fields
         assert set(words) == {path for path, _ in leaves(Config)}
         assert [path for path, word in words.items() if word.fit is not Fit.EXACT and not word.note] == []
+
+
+@st.composite
+def expressible(draw):
+    """Configs that Accelerate's file can say, field by field."""
+    backend = draw(st.sampled_from(("fsdp", "deepspeed")))
+    compute = draw(st.sampled_from(("fp32", "bf16", "fp16")))
+    fsdp = backend == "fsdp"
+    strategies = (
+        ("full_shard", "hybrid_shard") if fsdp else ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+    )
+    strategy = draw(st.sampled_from(strategies))
+    document = {
+        "backend": backend,
+        "sharding": {"strategy": strategy},
+        "precision": {"compute": compute, "reduce": compute},
+    }
+    if fsdp:
+        document["sharding"] |= draw(
+            st.fixed_dictionaries(
+                {
+                    "units": st.just("auto")
+                    | st.lists(st.sampled_from(("Block", "T5Block")), min_size=1, max_size=2, unique=True)
+                },
+                optional={"reshard_after_forward": st.booleans()},
+            )
+        )
+        document["sharding"] |= {"group_size": 8} if strategy == "hybrid_shard" else {}
+        document["offload"] = draw(st.sampled_from(("none", "cpu")))
+        document["activation_checkpointing"] = draw(st.sampled_from(("none", "full")))
+        document["compile"] = draw(st.sampled_from(("none", "full", "per_block")))
+        return document
+    document["precision"] |= {
+        "accumulate": compute,
+        **({"loss_scale_growth_interval": 1000} if compute == "fp16" else {}),
+    }
+    window = st.integers(1, 64)
+    document["training"] = {
+        "gradient_accumulation_steps": draw(window),
+        "gradient_clipping": draw(st.none() | st.floats(0.1, 100)),
+    }
+    document["offload"] = {
+        "optimizer": draw(st.sampled_from(("none", "cpu"))) if strategy != "no_shard" else "none",
+        "params": draw(st.sampled_from(("none", "cpu"))) if strategy == "full_shard" else "none",
+    }
+    return document
+
+
+@settings(deadline=None, derandomize=True)
+@given(expressible())
+def test_there_and_back_is_what_it_was(document):
+    before = formats.read(document, "unishard").config
+    there = formats.translate(document, "accelerate", from_="unishard", topology=SIXTEEN)
+    assert not there.of(Fit.UNSUPPORTED)
+    back = formats.translate(there.document, "unishard", from_="accelerate").reading
+    decided = {path for path in back.decided if path in {name for name, _ in leaves(Config)} and path != "native"}
+    assert {"sharding.strategy", "precision.compute", "backend"} <= decided
+    assert (back.config.launch.nodes, back.config.launch.processes_per_node) == (2, 8)  # the ranks that were asked for
+    decided -= {"launch.nodes", "launch.processes_per_node"}
+    decided -= {
+        "precision.accumulate"
+    }  # the one default of DeepSpeed that is not taken over, since FSDP2 adds up in fp32 alone
+    assert {path: value_at(back.config, path) for path in decided} == {path: value_at(before, path) for path in decided}
+    again = formats.translate(there.document, "accelerate", from_="accelerate")
+    assert again.document == there.document
 
 
 def test_a_file_with_the_usual_keys_is_recognised(tmp_path):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import json
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unishard.config import Config, leaves, value_at
 from unishard.config.nested import flat
+from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.rules import Fit
 from unishard.formats import catalog, translate
@@ -72,6 +78,82 @@ def test_every_key_that_native_settings_know_has_a_row():
         for key in ROWS
         if key not in rows and key.rpartition(".")[0] not in rows and key != "timers.throughput.enabled"
     ] == []
+
+
+# -- laws ------------------------------------------------------------------------------------------
+
+ratio = st.floats(0, 1)
+rates = st.floats(1e-8, 1e2)
+
+
+@st.composite
+def expressible(draw):
+    """Configs of every kind that DeepSpeed has words for, and some that it has not."""
+    strategy = draw(st.sampled_from(("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")))
+    compute = draw(st.sampled_from(("fp32", "bf16", "fp16")))
+    name = draw(st.sampled_from(("adamw", "adam", "sgd", "adagrad", "lion")))
+    low = st.sampled_from(("fp32", compute))
+    precision = {"compute": compute, "reduce": draw(low), "accumulate": draw(low)}
+    if compute == "fp16":
+        scales = {
+            "loss_scale": "dynamic",
+            "initial_loss_scale": 2.0 ** draw(st.integers(0, 30)),
+            "loss_scale_growth_interval": 50,
+        }
+        precision |= draw(st.sampled_from((scales, {"loss_scale": 1024.0})))
+    optimizer = {"name": name, "lr": draw(rates), "weight_decay": draw(ratio)}
+    if name in ("adamw", "adam", "lion"):
+        optimizer["betas"] = [draw(st.floats(0, 0.999)), 0.99]
+    document = {
+        "sharding": {"strategy": strategy},
+        "precision": precision,
+        "optimizer": optimizer,
+        "scheduler": draw(schedules()),
+        "training": {
+            "micro_batch_size": draw(st.integers(1, 64)),
+            "gradient_accumulation_steps": draw(st.integers(1, 64)),
+            "gradient_clipping": draw(st.none() | rates),
+            "nonfinite": draw(st.sampled_from(("skip", "raise") if compute == "fp16" else ("skip", "raise", "ignore"))),
+        },
+        "communication": {"reduce_bucket_size": draw(st.integers(1, 10**9)), "overlap": draw(st.booleans())},
+    }
+    if strategy != "no_shard":
+        document["offload"] = {"optimizer": draw(st.sampled_from(("none", "cpu")))}
+    if strategy == "full_shard":
+        document["offload"]["params"] = draw(st.sampled_from(("none", "cpu")))
+        document["sharding"] |= {
+            "reshard_after_forward": draw(st.booleans()),
+            "units": draw(st.sampled_from(("auto", ["Block"]))),
+        }
+        document["communication"]["prefetch_bucket_size"] = draw(st.integers(0, 10**9))
+    return document
+
+
+@st.composite
+def schedules(draw):
+    warmup = draw(st.integers(0, 100))
+    schedule = {"name": draw(st.sampled_from(("constant", "linear", "cosine"))), "warmup_steps": warmup}
+    if warmup > 1:
+        schedule |= {"warmup_type": draw(st.sampled_from(("log", "linear"))), "delay_steps": draw(st.integers(0, 2))}
+        schedule["warmup_start_ratio"] = draw(ratio)
+    if schedule["name"] != "constant":
+        schedule |= {"total_steps": warmup + draw(st.integers(1, 1000)), "min_lr_ratio": draw(ratio)}
+    return schedule
+
+
+def near(value):
+    """A rate may come back as another product of the same numbers."""
+    return pytest.approx(value, rel=1e-9) if isinstance(value, float) else value
+
+
+@given(expressible())
+def test_there_and_back_is_the_identity_on_what_is_exact(document):
+    there = translate(document, "deepspeed", from_="unishard")
+    words = catalog.get("deepspeed").write(there.reading, Topology()).fields
+    back = outcome(json.loads(there.text)).reading.config
+    for path, _ in leaves(Config):
+        if words[path].fit is Fit.EXACT and path != "backend":
+            assert value_at(back, path) == near(value_at(there.reading.config, path)), path
 
 
 def test_it_is_recognised(tmp_path):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from unishard.config import Config, leaves
+from unishard.config.nested import nested
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.entries import Undecided
@@ -265,3 +268,29 @@ def test_a_native_policy_comes_along():
     assert expressed.document["mixed_precision"]["output_dtype"] == "float32"
     other = Config.model_validate({"native": {"fsdp": {"requires_gradient_sync": "last_micro_batch"}}})
     assert FSDP.write(other, EIGHT).fields["native"].fit is Fit.NEEDS_INPUT
+
+
+@st.composite
+def expressible(draw):
+    """Configs that FSDP2's arguments can say."""
+    said = {"backend": "fsdp", "precision.compute": draw(st.sampled_from(["fp32", "bf16", "fp16"]))}
+    said["precision.reduce"] = draw(st.sampled_from(["fp32", said["precision.compute"]]))
+    said["sharding.strategy"] = draw(st.sampled_from(["no_shard", "full_shard", "hybrid_shard"]))
+    said["activation_checkpointing"] = draw(st.sampled_from(["none", "full"]))
+    if said["sharding.strategy"] == "hybrid_shard":
+        said["sharding.group_size"] = draw(st.sampled_from([2, 4]))
+    if said["sharding.strategy"] != "no_shard":
+        said["sharding.reshard_after_forward"] = draw(st.booleans())
+        said["sharding.units"] = draw(st.sampled_from(["auto", ["Block"], ["Block", "Head"]]))
+        if draw(st.booleans()):
+            said |= {"offload.params": "cpu", "offload.optimizer": "cpu", "offload.pin_memory": draw(st.booleans())}
+        if said["sharding.units"] == "auto":
+            said["sharding.min_unit_params"] = draw(st.integers(0, 10**9))
+    return Config.model_validate(nested(said))
+
+
+@settings(deadline=None)
+@given(expressible())
+def test_what_the_arguments_can_say_comes_back(cfg):
+    native = FSDP.write(cfg, EIGHT).document
+    assert Config.model_validate(nested(fields(native, topology=EIGHT))) == cfg

@@ -238,7 +238,7 @@ MISUSED = tuple((misused, (misuse.__name__, BACKENDS[turn % 2])) for turn, misus
 
 
 @pytest.mark.parametrize(
-    ("misuse", "scenario"), zip(MISUSE, MISUSED, strict=True), ids=lambda each: getattr(each, "__name__", "")
+    ("misuse", "scenario"), [*zip(MISUSE, MISUSED, strict=True)], ids=lambda each: getattr(each, "__name__", "")
 )
 def test_misuse_is_one_clear_error_on_every_rank(misuse, scenario):
     assert MISUSE[misuse] in error(play(MISUSED)[scenario])
