@@ -29,7 +29,7 @@ from unishard.testing import run_ranks
 
 TUTORIAL = "docs/writing-a-backend.md"  # one module in several blocks: test_tutorial.py
 FIRST = ("README.md", "docs/index.md")
-"""What a newcomer runs, as often on one rank as on two."""
+"""What a newcomer runs on one rank; on two, README is run below on both engines."""
 LANGUAGES = {"python", "yaml", "toml", "bash", "console", "text"}
 
 
@@ -80,7 +80,7 @@ READ_AGAIN = {block.page for block in blocks("bash", "console") if "runs/" in bl
 """Whose commands need what their Python blocks save: all of them run in one folder, once."""
 RUNS = [
     pytest.param(
-        block, world, id=f"{block}-{world}", marks=[pytest.mark.deep] * (world == 1 and block.page not in FIRST)
+        block, world, id=f"{block}-{world}", marks=[pytest.mark.deep] * ((world == 1) is (block.page not in FIRST))
     )
     for block in blocks("python")
     if block.page not in (TUTORIAL, *LOOPS)
@@ -154,13 +154,22 @@ def commands(block: Block) -> list[tuple[str, list[str]]]:
     return found
 
 
+TORCHRUN = "torchrun --standalone --nproc-per-node 2 "
+ELSEWHERE = (
+    "unishard compare ",
+    "unishard launch configs",
+    "unishard parity ",
+    f"{TORCHRUN}examples/finetune_t5_lora.py ",
+)
+"""What runs a training that has tests of its own: test_compare.py, test_launching.py, test_parity_differences.py and
+test_t5_example.py."""
 COMMANDS = [
     pytest.param(
         block,
         command,
         shown,
         id=f"{block}:{command.partition('#')[0].strip()}",
-        marks=[pytest.mark.ranks] * ("runs/" in command),
+        marks=[*[pytest.mark.ranks] * ("runs/" in command), *[pytest.mark.deep] * command.startswith(ELSEWHERE)],
     )
     for block in blocks("bash", "console")
     if block.page != TUTORIAL
@@ -249,7 +258,6 @@ def run_command(words, folder):
     return 0
 
 
-TORCHRUN = "torchrun --standalone --nproc-per-node 2 "
 RUNNERS = {
     "make ": make_target,
     f"{TORCHRUN}examples/finetune_t5_lora.py ": fine_tune,

@@ -196,58 +196,6 @@ def test_every_word_of_a_row_says_something_where_something_is_lost():
         assert [path for path, word in words.items() if word.fit is not Fit.EXACT and not word.note] == []
 
 
-words = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=12)
-values = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 2**40) | st.floats(allow_nan=False) | words,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(words, inner, max_size=2),
-    max_leaves=4,
-)
-TOP = tuple(catalog.get("accelerate").keys)
-BLOCKS = {
-    "fsdp_config": st.sampled_from(tuple(NAMES)) | words,
-    "deepspeed_config": st.sampled_from(
-        ("zero_stage", "gradient_clipping", "offload_param_device", "deepspeed_config_file")
-    )
-    | words,
-    "dynamo_config": st.sampled_from(("backend", "dynamo_backend", "use_dynamic", "dynamo_use_regional_compilation"))
-    | words,
-    "fp8_config": st.sampled_from(("margin", "fp8_margin", "fp8_format", "format")) | words,
-    "parallelism_config": st.sampled_from(("parallelism_config_dp_shard_size", "parallelism_config_dp_replicate_size"))
-    | words,
-}
-
-
-@st.composite
-def documents(draw):
-    """Whatever somebody could write into such a file."""
-    document = draw(
-        st.dictionaries(st.sampled_from([key for key in TOP if "." not in key]) | words, values, max_size=4)
-    )
-    document |= draw(
-        st.fixed_dictionaries({}, optional={"distributed_type": st.sampled_from(("FSDP", "DEEPSPEED", "MULTI_GPU"))})
-    )
-    for name, keys in BLOCKS.items():
-        document |= draw(st.fixed_dictionaries({}, optional={name: st.dictionaries(keys, values, max_size=4)}))
-    return document
-
-
-def ends(value, path=()):
-    """The paths at which a document says something."""
-    if isinstance(value, dict) and value:
-        return [end for key, inner in value.items() for end in ends(inner, (*path, str(key)))]
-    return [path]
-
-
-@settings(deadline=None, derandomize=True)
-@given(documents(), st.sampled_from(("unishard", "accelerate", "deepspeed")))
-def test_each_key_of_any_document_ends_in_one_place_of_the_report(document, to):
-    outcome = formats.translate(document, to, from_="accelerate")
-    said = [entry.path for entry in outcome.reading.entries if not entry.assumed]
-    for end in ends(document) if document else []:
-        holders = [path for path in said if path == end[: len(path)]]
-        assert len(holders) == 1, end
-
-
 @st.composite
 def expressible(draw):
     """Configs that Accelerate's file can say, field by field."""

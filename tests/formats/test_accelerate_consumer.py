@@ -13,13 +13,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
+from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import launch
 from accelerate.utils.dataclasses import DeepSpeedPlugin, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.fsdp import CPUOffloadPolicy, ShardingStrategy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
@@ -171,106 +169,6 @@ def test_layers_with_experts_reach_deepspeed(folder):
     }
     with launched(folder, written(document, SIXTEEN).text) as found:
         assert found["ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"] == "Moe,Experts"
-
-
-@st.composite
-def configs(draw):
-    """unishard files of every kind that Accelerate's file does not refuse."""
-    backend = draw(st.sampled_from(("fsdp", "deepspeed")))
-    strategies = (
-        "no_shard",
-        "shard_optimizer",
-        "shard_grad_op",
-        "full_shard",
-        *(("hybrid_shard",) if backend == "fsdp" else ()),
-    )
-    return {
-        "backend": backend,
-        "sharding": draw(st.sampled_from(strategies)),
-        **draw(
-            st.fixed_dictionaries(
-                {},
-                optional={
-                    "precision": st.sampled_from(("fp32", "bf16", "fp16")),
-                    "activation_checkpointing": st.sampled_from(("none", "full", "selective")) | st.just(["Block"]),
-                    "compile": st.sampled_from(("none", "full", "per_block")),
-                    "training": st.fixed_dictionaries(
-                        {},
-                        optional={
-                            "gradient_clipping": st.none() | st.floats(1e-6, 1e6),
-                            "gradient_accumulation_steps": st.integers(1, 99),
-                        },
-                    ),
-                },
-            )
-        ),
-    }
-
-
-PLUGINS = {"fsdp": FullyShardedDataParallelPlugin, "deepspeed": DeepSpeedPlugin}
-
-
-@settings(deadline=None, derandomize=True, max_examples=50)
-@given(configs())
-def test_accelerate_loads_and_starts_whatever_we_write(folder, document):
-    outcome = written(document, SIXTEEN)
-    with launched(folder, outcome.text):
-        loaded = load_config_from_file(str(folder / "accelerate.yaml"))
-        assert (loaded.num_processes, loaded.num_machines) == (16, 2)
-        plugin = PLUGINS[document["backend"]]() if loaded.distributed_type in ("FSDP", "DEEPSPEED") else None
-    if document["backend"] == "deepspeed":
-        clipping = document.get("training", {}).get("gradient_clipping")
-        assert plugin.gradient_clipping == (clipping or 1e30)
-    elif plugin:
-        assert plugin.reshard_after_forward == (document["sharding"] in ("full_shard", "hybrid_shard"))
-
-
-FSDP2 = st.fixed_dictionaries(
-    {
-        "fsdp_version": st.just(2),
-        "fsdp_auto_wrap_policy": st.sampled_from(("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP")),
-    },
-    optional={
-        "fsdp_reshard_after_forward": st.sampled_from((True, False, "true", "False")),
-        "fsdp_offload_params": st.booleans(),
-        "fsdp_activation_checkpointing": st.booleans(),
-        "fsdp_transformer_layer_cls_to_wrap": st.sampled_from(("Block", "Block,T5Block")),
-        "fsdp_min_num_params": st.integers(1, 10**9),
-        "fsdp_state_dict_type": st.sampled_from(("FULL_STATE_DICT", "SHARDED_STATE_DICT")),
-        "fsdp_cpu_ram_efficient_loading": st.booleans(),
-    },
-)
-INLINE = st.fixed_dictionaries(
-    {"zero_stage": st.integers(0, 3)},
-    optional={
-        "gradient_accumulation_steps": st.integers(1, 64) | st.just("auto"),
-        "gradient_clipping": st.floats(0.1, 10) | st.just("auto"),
-        "zero3_init_flag": st.just(False),
-        "zero3_save_16bit_model": st.booleans(),
-    },
-)
-
-
-def fields_of(plugin):
-    """What a plugin holds, as plain values; `auto` clipping is 1.0 (accelerator.py)."""
-    if isinstance(plugin, DeepSpeedPlugin):
-        clipping = 1.0 if plugin.gradient_clipping == "auto" else plugin.gradient_clipping
-        return {**plugin.deepspeed_config, "gradient_clipping": clipping, "init": plugin.zero3_init_flag}
-    return {name: str(value) for name, value in vars(plugin).items()}
-
-
-@settings(deadline=None, derandomize=True, max_examples=50)
-@given(st.tuples(st.just("FSDP"), FSDP2) | st.tuples(st.just("DEEPSPEED"), INLINE), st.sampled_from(("no", "bf16")))
-def test_a_file_that_was_translated_there_and_back_builds_the_same_plugin(folder, source, precision):
-    kind, block = source
-    name = f"{kind.lower()}_config"
-    document = {"distributed_type": kind, "num_processes": 8, "mixed_precision": precision, name: block}
-    through = formats.translate(document, "accelerate")
-    plugins = []
-    for text in (file(document), through.text):
-        with launched(folder, text) as found:
-            plugins.append((fields_of(PLUGINS[kind.lower()]()), found["ACCELERATE_MIXED_PRECISION"]))
-    assert plugins[0] == plugins[1]
 
 
 def test_what_a_file_of_version_1_means_is_what_its_plugin_holds(folder):

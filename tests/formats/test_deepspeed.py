@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 
 import pytest
 from hypothesis import given
@@ -155,34 +154,6 @@ def test_there_and_back_is_the_identity_on_what_is_exact(document):
     for path, _ in leaves(Config):
         if words[path].fit is Fit.EXACT and path != "backend":
             assert value_at(back, path) == near(value_at(there.reading.config, path)), path
-
-
-@given(expressible())
-def test_translating_twice_changes_nothing(document):
-    once = translate(document, "deepspeed", from_="unishard").document
-    twice = outcome(once, "deepspeed").document
-    assert {key: near(value) for key, value in flat(once)} == dict(flat(twice))
-
-
-words = st.sampled_from(
-    ("auto", "cpu", "true", "1e9", "", None, -1, 0, 1, 3, 2.5, True, [], {}, {"stage": 3}, ["auto"], {"a": {"b": 1}})
-)
-KEYS = sorted(registry.arguments("deepspeed").keys)
-
-
-@given(st.data())
-def test_every_key_with_any_value_has_one_place(data):
-    chosen = data.draw(st.dictionaries(st.sampled_from(KEYS), words, max_size=6))
-    document = {}
-    for key, value in chosen.items():
-        *above, name = key.split(".")
-        place = document
-        for part in above:
-            place = place.setdefault(part, {}) if isinstance(place.get(part, {}), dict) else {}
-        place[name] = deepcopy(value)
-    found = outcome(document, data.draw(st.sampled_from(("unishard", "deepspeed"))))
-    for key, _ in flat(document):
-        assert sum(not i.assumed and (key == i.key or key.startswith(f"{i.key}.")) for i in found.items) == 1
 
 
 def test_it_is_recognised(tmp_path):

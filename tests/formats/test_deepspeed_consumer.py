@@ -9,7 +9,6 @@ import pytest
 
 from unishard.config import Config
 from unishard.config.nested import merge, nested
-from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.entries import Unreadable
 from unishard.formats import translate
@@ -87,54 +86,6 @@ def test_every_section_is_taken(sections):
     found = written(**sections)
     clip = merge(BASE, sections)["training"]["gradient_clipping"]
     assert found.gradient_clipping == (clip or 0.0)
-
-
-DOCUMENTS = (
-    {
-        "train_batch_size": 6,
-        "zero_optimization": {"stage": 3, "cpu_offload": True, "max_live_parameters": 0},
-        "fp16": {"enabled": True},
-    },
-    {"train_batch_size": 6, "zero_optimization": True, "allgather_size": 1000, "gradient_clipping": 0},
-    {
-        "train_batch_size": 6,
-        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e6, "overlap_comm": True},
-        "bf16": {"enabled": True},
-    },
-    {
-        "train_micro_batch_size_per_gpu": 6,
-        "steps_per_print": 3,
-        "optimizer": {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.8, 0.9]}},
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 3, "total_num_steps": 30},
-        },
-    },
-)
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-@pytest.mark.parametrize("through", ["deepspeed", "unishard"])
-def test_a_config_keeps_its_meaning_for_deepspeed(document, through):
-    before = understood(document)
-    between = translate(document, through, from_="deepspeed", topology=Topology()).document
-    after = understood(translate(between, "deepspeed", from_=through, topology=Topology()).document)
-    assert after.zero_config.stage == before.zero_config.stage
-    assert (after.zero_config.offload_optimizer or None) == (before.zero_config.offload_optimizer or None)
-    assert after.zero_config.reduce_bucket_size in (before.zero_config.reduce_bucket_size, 25_000_000)
-    for name in ("gradient_clipping", "train_batch_size", "gradient_accumulation_steps", "gradient_allreduce_op"):
-        assert getattr(after, name) == getattr(before, name), name
-    assert (after.bfloat16_config.enabled, after.float16_config.enabled) == (
-        before.bfloat16_config.enabled,
-        before.float16_config.enabled,
-    )
-    assert (after.float16_config.loss_scale_window, after.float16_config.initial_scale_power) == (1000, 16)
-    if before.optimizer_params:
-        assert after.optimizer_name in (before.optimizer_name, "adamw")
-        assert {name: after.optimizer_params[name] for name in before.optimizer_params} == before.optimizer_params
-    if before.scheduler_params:
-        assert (after.scheduler_name, after.scheduler_params["warmup_num_steps"]) == (before.scheduler_name, 3)
-        assert after.scheduler_params["warmup_max_lr"] == 3e-4
 
 
 def test_every_key_of_deepspeed_has_a_row():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unishard.config import Config, leaves
-from unishard.config.nested import flat, merge, nested
+from unishard.config.nested import nested
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.entries import Undecided
@@ -268,22 +268,6 @@ def test_a_native_policy_comes_along():
     assert expressed.document["mixed_precision"]["output_dtype"] == "float32"
     other = Config.model_validate({"native": {"fsdp": {"requires_gradient_sync": "last_micro_batch"}}})
     assert FSDP.write(other, EIGHT).fields["native"].fit is Fit.NEEDS_INPUT
-
-
-JUNK = st.sampled_from(
-    [None, True, False, 0, -1, 2.5, 10**30, "", "auto", "bf16", "text", [], [1, "a", {}], {}, {"a": {"b": 1}}, [[]]]
-)
-
-
-@settings(deadline=None)
-@given(st.dictionaries(st.sampled_from(sorted(FSDP.keys)), JUNK, max_size=5), st.sampled_from([None, EIGHT]))
-def test_whatever_stands_at_an_argument_it_gets_its_verdict(arguments, topology):
-    native = {}
-    for key, value in arguments.items():
-        native = merge(native, nested({key: value}))
-    keys = [entry.key for entry in FSDP.read(native, topology=topology)]
-    for path, _ in flat(native):
-        assert any(path == key or path.startswith(f"{key}.") for key in keys), path
 
 
 @st.composite

@@ -10,8 +10,10 @@ from accounting import WRITTEN
 from documents import SEEDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schema_strategies import documents
 
 from unishard import ConfigError
+from unishard.config import Config, leaves, value_at
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.rules import Fit
@@ -25,6 +27,9 @@ ASKED = ("deepspeed", "hf", "accelerate")
 IMPLIED = {
     "sharding.strategy": ("sharding.reshard_after_forward", "sharding.group_size"),
     "precision.compute": ("precision.loss_scale",),
+    "precision.master": ("precision.compute", "precision.reduce"),
+    "offload.optimizer": ("offload.params",),
+    "offload.params": ("offload.optimizer",),
 }
 
 CHANGES: dict[str, list[Any]] = {
@@ -60,6 +65,11 @@ def named(outcome: Outcome) -> set[str]:
     return fields | {other for field in fields for other in IMPLIED.get(field, ())}
 
 
+def near(one: Any, other: Any) -> bool:
+    """Whether two values are the same; a rate may be another product of the same numbers."""
+    return one == (pytest.approx(other, rel=1e-9) if isinstance(other, float) else other)
+
+
 @st.composite
 def first_translations(draw: st.DrawFn, to: str) -> Outcome | None:
     from_ = draw(st.sampled_from(sorted(SEEDS)))
@@ -82,6 +92,23 @@ def test_what_a_way_there_and_back_changes_is_named(to: str) -> None:
             if one.before.said and not path.startswith("native.")
         }
         assert lost - {"backend"} <= named(there) | named(again)  # `--to deepspeed` asks for the engine
+
+    holds()
+
+
+@pytest.mark.parametrize("to", [name for name in WRITTEN if name != "unishard"])
+def test_what_a_config_says_exactly_comes_back(to: str) -> None:
+    @settings(max_examples=24)
+    @given(documents())
+    def holds(document: dict[str, Any]) -> None:
+        there = translate(document, to, from_="unishard", topology=EIGHT, overrides=["strict=false"])
+        back = read_back(catalog.get(to), there.document, there.reading)
+        exact = {item.key for item in there.items if item.fit is Fit.EXACT and not item.assumed} - named(there)
+        # `--to deepspeed` asks for the engine; of DeepSpeed's defaults, Accelerate's FSDP2 has no other format to add up in.
+        elsewhere = {"backend", *(["precision.accumulate"] if to == "accelerate" else [])}
+        kept = [path for path, _ in leaves(Config) if path in (exact & back.decided) - elsewhere]
+        values = {path: (value_at(there.reading.config, path), value_at(back.config, path)) for path in kept}
+        assert {path: both for path, both in values.items() if not near(*both)} == {}
 
     holds()
 

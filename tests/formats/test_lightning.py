@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 from accounting import faults_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from unishard.config import Config
 from unishard.contract.rules import Fit
 from unishard.formats import translating
 from unishard.formats.items import Item
-from unishard.formats.lightning import FORMAT
 from unishard.formats.reading import ReadDocument
 
 
@@ -46,58 +43,10 @@ def test_a_config_in_a_file_is_read_beside_the_document(tmp_path: Any) -> None:
     assert "put the file beside" in refused[0].note
 
 
-scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 9)
-    | st.floats(allow_nan=True)
-    | st.sampled_from(("", "auto", "fsdp", "a.b.C", "16-true"))
-)
-values = st.recursive(
-    scalars,
-    lambda inner: (
-        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(("class_path", "init_args", "x")), inner)
-    ),
-)
-names = st.sampled_from(
-    [name for name in FORMAT.keys if "." not in name]
-    + [
-        "stage",
-        "config",
-        "device_mesh",
-        "auto_wrap_policy",
-        "mixed_precision",
-        "offload_optimizer",
-        "cpu_offload",
-        "optimizer",
-        "lr_scheduler",
-    ]
-)
-strategies = st.sampled_from(["ddp", "fsdp", "deepspeed"]) | st.builds(
-    lambda name, arguments: built(name, **arguments),
-    st.sampled_from(["FSDPStrategy", "DeepSpeedStrategy", "DDPStrategy", "ModelParallelStrategy"]),
-    st.dictionaries(names, values, max_size=4),
-)
-
-
 def _flat(value: Any, path: tuple[str, ...] = ()) -> list[str]:
     if isinstance(value, dict) and value:
         return [key for name, inner in value.items() for key in _flat(inner, (*path, name))]
     return [".".join(path)]
-
-
-@settings(max_examples=200, deadline=None)
-@given(strategies | values, st.dictionaries(names, values, max_size=5), st.booleans())
-def test_whatever_stands_in_a_file_every_key_is_accounted_for(
-    strategy: Any, arguments: dict[str, Any], cli: bool
-) -> None:
-    inner = {**arguments, "strategy": strategy}
-    document = {"trainer": inner} if cli else inner
-    outcome = translating.translate(document, "unishard", from_="lightning")
-    keys = [item.key for item in outcome.items if not item.assumed]
-    assert len(keys) == len(set(keys))
-    for leaf in _flat(document):
-        assert any(leaf == key or leaf.startswith(f"{key}.") or key.startswith(f"{leaf}.") for key in keys), leaf
 
 
 def test_an_argument_that_goes_into_a_block_that_is_off_has_a_line() -> None:

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from accounting import WRITTEN
 from documents import SEEDS
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from unishard.cli.text_report import listed
 from unishard.config.nested import flat
@@ -167,19 +165,6 @@ def test_written_is_what_is_in_the_file() -> None:
     assert rows["precision.compute"].written == "bf16"
     assert rows["training.micro_batch_size"].written is None
     assert rows["activation_checkpointing"].written is None
-
-
-@pytest.mark.parametrize("to", WRITTEN)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_a_second_translation_means_the_same(to: str, data: st.DataObject) -> None:
-    from_ = data.draw(st.sampled_from(sorted(SEEDS)))
-    once = translate(data.draw(st.sampled_from(SEEDS[from_])), to, from_=from_, topology=FOUR)
-    if once.of(Fit.UNSUPPORTED):
-        return
-    twice = translate(once.document, to, from_=to, topology=FOUR)
-    found = differences(back_of(once), back_of(twice))
-    assert {path: (one.before.value, one.after.value) for path, one in found.items()} == {}
 
 
 @pytest.mark.parametrize(

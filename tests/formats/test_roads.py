@@ -41,7 +41,7 @@ def sharded(outcome: Outcome) -> dict[str, Any]:
     return {key: value for key, value in settings if key in SHARDED}
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from([name for name in SEEDS if name != "unishard"]),
     target=st.sampled_from(TARGETS),

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from unishard.config import value_at
 from unishard.config.nested import flat
@@ -167,32 +165,6 @@ def test_where_the_script_saves_the_report_says_so(name: str, backend: str) -> N
     call = "accelerator.save_state(...)" if name == "accelerate" else "engine.save_checkpoint(...)"
     assert call in found["every_steps"].note
     assert "runs/a" not in outcome.text
-
-
-@st.composite
-def sections(draw: st.DrawFn) -> dict[str, Any]:
-    """What every tool here can say."""
-    section: dict[str, Any] = {
-        "dir": draw(st.sampled_from(("a", "runs/a", "/scratch/runs/a"))),
-        "every_steps": draw(st.integers(1, 10**6)),
-    }
-    count = draw(st.none() | st.integers(2, 10**5))
-    return section | ({} if count is None else {"keep_last": count})
-
-
-@settings(max_examples=40)
-@given(section=sections(), name=st.sampled_from(sorted(WRITTEN)))
-def test_a_section_comes_back_from_every_tool(section: dict[str, Any], name: str) -> None:
-    outcome = translate({"checkpoint": section}, name, from_="unishard", topology=Topology(2, 2))
-    again = read(outcome.document, name).config.checkpoint
-    assert (again.dir, again.every_steps, again.keep_last) == (
-        section["dir"],
-        section["every_steps"],
-        section.get("keep_last"),
-    )
-    said = dict(flat(outcome.document))
-    twice = dict(flat(translate(outcome.document, name, from_=name, topology=Topology(2, 2)).document))
-    assert {key: twice.get(key) for key in WRITTEN[name]} == {key: said.get(key) for key in WRITTEN[name]}
 
 
 def test_a_directory_alone_saves_nothing_in_any_tool() -> None:

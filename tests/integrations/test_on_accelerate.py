@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 sys.path.append(str(Path(__file__).parents[1] / "ranks"))
 from harness import heard, play, refused, values
-from harness.training import DEEP, LEFT_OUT
+from harness.training import LEFT_OUT
 
 from unishard.testing.cells import BACKENDS
 
@@ -27,9 +27,7 @@ import accelerate
 from accelerate_programs import accelerator, accumulated, epoch, made, model_and_data, parts, weights
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
-CELLS = tuple(
-    cell for cell in product(BACKENDS, STRATEGIES) if DEEP or cell not in (*LEFT_OUT, ("deepspeed", "no_shard"))
-)
+CELLS = tuple(cell for cell in product(BACKENDS, STRATEGIES) if cell not in LEFT_OUT)
 PLAIN = ("plain", "")
 FILE = "ACCELERATE_UNISHARD_CONFIG"
 KINDS = {"fsdp": "FSDP", "deepspeed": "DEEPSPEED"}

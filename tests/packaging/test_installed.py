@@ -93,7 +93,9 @@ def test_the_engine_that_is_not_there_is_named_with_its_extra(install, wheel):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("backend", "extra"), [("fsdp", "torch"), ("deepspeed", "deepspeed")])
+@pytest.mark.parametrize(
+    ("backend", "extra"), [("fsdp", "torch"), pytest.param("deepspeed", "deepspeed", marks=pytest.mark.deep)]
+)
 def test_two_ranks_take_a_step_with_nothing_but_the_extra(install, wheel, backend, extra):
     environment = install(wheel, extra)
     script = environment.folder / "step.py"

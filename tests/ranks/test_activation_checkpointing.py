@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from harness import curve, in_ranks, own_share, play, prepare, refused, train, values
-from harness.training import BACKENDS, EACH, STRATEGIES, config
+from harness import PAIRS, curve, in_ranks, own_share, play, prepare, refused, train, values
+from harness.training import EACH, config
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,7 +57,7 @@ def cost(backend, strategy, asked):
 
 
 CASES = ("none", "full", "selective", ("Block",), ("Linear",))
-COSTS = tuple((cost, (backend, strategy, asked)) for backend in BACKENDS for strategy in STRATEGIES for asked in CASES)
+COSTS = tuple((cost, (*pair, asked)) for pair in PAIRS for asked in CASES)
 
 
 def costs(backend, strategy):
@@ -65,8 +65,7 @@ def costs(backend, strategy):
     return {asked: values(play(COSTS)[cost, (backend, strategy, asked)])[0] for asked in CASES}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "strategy"), PAIRS)
 def test_a_block_runs_twice_and_only_its_products_do_not_when_selective(backend, strategy):
     found = costs(backend, strategy)
     calls = {asked: result[0] for asked, result in found.items()}
@@ -76,8 +75,7 @@ def test_a_block_runs_twice_and_only_its_products_do_not_when_selective(backend,
     assert products["selective"] == products["none"]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "strategy"), PAIRS)
 def test_less_is_kept_for_backward_and_nothing_else_changes(backend, strategy):
     found = costs(backend, strategy)
     assert found["full"][2] < 0.5 * found["none"][2]

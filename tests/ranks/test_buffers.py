@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKENDS, EACH, STRATEGIES, config, heard, in_ranks, my_rank, refused
+from harness import BACKENDS, EACH, PAIRS, config, heard, in_ranks, my_rank
 from recording import Countable, Recorder
 from safetensors import safe_open
 from torch import nn
@@ -78,7 +78,7 @@ def of_all_ranks(found):
 
 
 CELLS = (
-    *((backend, strategy, None) for backend in BACKENDS for strategy in STRATEGIES),
+    *((*pair, None) for pair in PAIRS),
     *((backend, "full_shard", how) for backend in BACKENDS for how in ("rank0", "local")),
 )
 
@@ -300,17 +300,3 @@ def test_another_number_of_ranks_resumes_from_the_merged_buffers(tmp_path):
     for backend in BACKENDS:
         (found,) = run_ranks(1, loaded_by_one, backend, str(tmp_path))
         check_merged(found, 3, 0)
-
-
-REFUSED = {
-    ("lowset", "min"): "training.buffers: 'lowset' matches no persistent buffer; write part of a name, such as lowest",
-    ("seen", "mean"): "seen is torch.int64, of which there is no mean; choose sum, min, max, rank0 or local",
-    ("ready", "sum"): "ready is torch.bool, of which there is no sum; choose rank0 or local",
-}
-
-
-@in_ranks(cells=tuple(REFUSED))
-def test_a_pattern_that_fits_no_buffer_or_a_merge_that_fits_no_dtype_is_refused(pattern, how):
-    assert REFUSED[pattern, how] in refused(
-        unishard.prepare, observed(), config("fsdp", training={"buffers": {pattern: how}})
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from harness import BACKENDS, STRATEGIES, play, values
 from harness import checked as config
+from harness.training import MECHANISMS
 from recording import (
     ACCUMULATION,
     BLOCK,
@@ -125,15 +126,16 @@ CELLS = (
     ("deepspeed", "full_shard", "default"),
     ("deepspeed", "full_shard", "one unit ahead"),
     ("deepspeed", "full_shard", "all ahead"),
-    *((backend, strategy, "tiny buckets") for backend in BACKENDS for strategy in STRATEGIES),
-    *((backend, "full_shard", option) for backend in BACKENDS for option in ("linear layers", "large linear layers")),
-    *((backend, strategy, "bf16") for backend in BACKENDS for strategy in STRATEGIES),
     *(
-        (backend, strategy, "bf16 reduced in bf16")
+        (backend, strategy, "tiny buckets")
         for backend in BACKENDS
         for strategy in STRATEGIES
-        if (backend, strategy, "bf16 reduced in bf16") not in TABLE
+        if strategy != "shard_optimizer"
     ),
+    ("deepspeed", "shard_optimizer", "tiny buckets"),
+    *((backend, "full_shard", option) for backend in BACKENDS for option in ("linear layers", "large linear layers")),
+    *((*pair, "bf16") for pair in MECHANISMS),
+    *((*pair, "bf16 reduced in bf16") for pair in MECHANISMS if (*pair, "bf16 reduced in bf16") not in TABLE),
 )
 
 
@@ -319,7 +321,7 @@ def test_gradients_are_reduced_in_buckets_of_the_asked_size(cell):
     assert max(tiny) <= (TINY + LARGEST if cell[0] == "fsdp" else LARGEST)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "full_shard"])
 def test_fully_shard_reduces_a_unit_at_once_whatever_the_bucket_size(strategy):
     tiny = events_of("fsdp", strategy, "tiny buckets")
     assert sizes(tiny, "reduce_scatter", "backward 1") == [BLOCK, BLOCK, BLOCK, INPUT + HEAD]
@@ -330,8 +332,7 @@ def test_deepspeed_uses_its_own_buckets_where_nothing_is_sharded():
 
 
 @pytest.mark.parametrize("option", ["default", "bf16", "bf16 reduced in bf16"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "strategy"), MECHANISMS)
 def test_parameters_travel_in_the_compute_format_and_gradients_in_the_reduction_format(backend, strategy, option):
     large = [event for event in events_of(backend, strategy, option) if event.numel > 1]
     gathered = {event.dtype for event in large if event.kind == "all_gather"}

@@ -26,11 +26,13 @@ COMBINED = [
     if cell.feature != "plain" and (area_of(cell.feature) == "combinations" or cell.feature in HYBRIDS)
 ]
 """Of features that other cells have alone, on both engines."""
+REPEATED = [cell for cell in PLAIN if cell.world != 2 or cell.model != "mlp"]
+"""The plain loop of another model, or at another number of ranks."""
 
 
 def _param(backend, cell):
-    turn = COMBINED.index(cell) if cell in COMBINED else None
-    in_turn = turn is None or BACKENDS[(turn + turn // 4) % 2] == backend
+    turns = [cells.index(cell) for cells in (COMBINED, REPEATED) if cell in cells]
+    in_turn = not turns or BACKENDS[(turns[0] + turns[0] // 4) % 2] == backend
     marks = [*[pytest.mark.quick] * (cell in QUICK), *[pytest.mark.deep] * (not in_turn)]
     return pytest.param(backend, cell, id=f"{backend}-{cell}", marks=marks)
 
@@ -57,13 +59,15 @@ def test_losses_norms_and_rates_are_those_of_plain_torch(backend, cell, together
     assert conformance.check(backend, cell, together[backend]) == []
 
 
-def test_either_engine_has_all_that_cells_combine():
-    """Without `--deep` a combination is measured on one engine."""
+def test_either_engine_has_all_that_cells_combine_and_repeat():
+    """Without `--deep` such a cell is measured on one engine."""
     for backend in BACKENDS:
         here = [each for each in COMBINED if not _param(backend, each).marks]
         assert {area_of(cell.feature) for cell in here} == {area_of(cell.feature) for cell in COMBINED}
         assert {cell.precision for cell in here} == {cell.precision for cell in COMBINED}
         assert {cell.strategy for cell in here} >= {"no_shard", "full_shard", "hybrid_shard"}
+        again = [each for each in REPEATED if not _param(backend, each).marks]
+        assert {(cell.world, cell.model) for cell in again} == {(cell.world, cell.model) for cell in REPEATED}
 
 
 def test_make_quick_runs_every_strategy():

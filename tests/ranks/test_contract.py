@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 import torch
-from harness import curve, in_ranks, my_rank, own_share, play, prepare, refused, share, train, update, values
-from harness.training import BACKENDS, EACH, SPANNING, STRATEGIES, config, everyones
+from harness import PAIRS, curve, in_ranks, my_rank, own_share, play, prepare, refused, share, train, update, values
+from harness.training import BACKENDS, EACH, SPANNING, config, everyones
 
 import unishard
 from unishard.testing import conformance, oracle
@@ -80,19 +80,23 @@ def validation_in_between(backend, strategy):
         return curve(done), seen
 
 
-TRAINING = (
-    *((validation_in_between, (strategy,)) for strategy in STRATEGIES),
-    *((clip_by_step, (strategy,)) for strategy in STRATEGIES),
-    *((clip_by_step_without_one_in_the_config, (strategy,)) for strategy in STRATEGIES),
-    *((short_window, (strategy, last)) for strategy in STRATEGIES for last in ("step", "drop")),
-)
+SOME = {backend: [strategy for engine, strategy in PAIRS if engine == backend] for backend in BACKENDS}
+
+
+def training(backend):
+    """All of an engine."""
+    return (
+        *((validation_in_between, (backend, strategy)) for strategy in SOME[backend]),
+        *((clip_by_step, (backend, strategy)) for strategy in SOME[backend]),
+        *((clip_by_step_without_one_in_the_config, (backend, strategy)) for strategy in SOME[backend]),
+        *((short_window, (backend, strategy, last)) for strategy in SOME[backend] for last in ("step", "drop")),
+        *((bad_gradient_on_one_rank, cell) for cell in SPANNING if cell[0] == backend),
+    )
 
 
 def trained(backend, function, *arguments):
     """The value that both ranks returned."""
-    bad = ((bad_gradient_on_one_rank, cell) for cell in SPANNING if cell[0] == backend)
-    scenarios = (*((name, (backend, *given)) for name, given in TRAINING), *bad)
-    by_rank = values(play(scenarios)[function, (backend, *arguments)])
+    by_rank = values(play(training(backend))[function, (backend, *arguments)])
     assert repr(by_rank[0]) == repr(by_rank[1])  # NaN is not equal to itself
     return by_rank[0]
 
@@ -113,8 +117,7 @@ def assert_curve(found, wanted, rel=2e-6):
     assert found.lrs == pytest.approx(wanted.lrs, rel=1e-12)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "strategy"), PAIRS)
 def test_clipping_given_to_a_step_counts_for_that_step_and_none_turns_it_off(backend, strategy):
     windows = [everyones(turn, turn + 1, world=2) for turn in range(len(CLIPS))]
     clips = [0.7 if clip is ... else clip for clip in CLIPS]
@@ -125,8 +128,7 @@ def test_clipping_given_to_a_step_counts_for_that_step_and_none_turns_it_off(bac
     assert_curve(trained(backend, clip_by_step_without_one_in_the_config, strategy), wanted)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "strategy"), PAIRS)
 def test_the_last_window_is_averaged_over_what_is_there(backend, strategy):
     epochs = trained(backend, short_window, strategy, "step")
     full, rest = everyones(0, 3, world=2), everyones(3, 5, world=2)
@@ -135,8 +137,7 @@ def test_the_last_window_is_averaged_over_what_is_there(backend, strategy):
     assert [step.updated for _, step in epochs[0]] == [False, False, True, False, True]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "strategy"), PAIRS)
 def test_the_last_window_is_left_out_when_asked(backend, strategy):
     epochs = trained(backend, short_window, strategy, "drop")
     assert [len(epoch) for epoch in epochs] == [3, 3]
@@ -166,8 +167,7 @@ def test_an_infinite_gradient_on_one_rank_skips_the_update_everywhere_and_leaves
     assert next_lr == pytest.approx(0.1 * oracle.rate(cfg.scheduler, 4), rel=1e-12)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "strategy"), PAIRS)
 def test_a_validation_loop_in_the_middle_of_a_window_sees_every_batch_and_does_not_disturb_training(backend, strategy):
     found, seen = trained(backend, validation_in_between, strategy)
     assert_curve(found, expect([everyones(turn, turn + 2, world=2) for turn in (0, 2, 4, 6)], config("fsdp")))

@@ -22,7 +22,7 @@ from unishard.testing.cells import BACKENDS
 pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[2]
-BRANCHES = [(branch, (backend, first, False)) for backend in BACKENDS for first in (2, 13)]
+BRANCHES = [(branch, (backend, first, False)) for backend, first in zip(BACKENDS, (2, 13), strict=True)]
 ABORT = (branch, ("fsdp", 13, True))
 STUCK = [(signalled, ("fsdp", "SIGINT", ())), (signalled, ("deepspeed", "SIGTERM", ("SIGTERM",)))]
 SECTIONS = list(dict.fromkeys(row.section for row in ROWS.values()))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from harness import (
     BACKENDS,
-    STRATEGIES,
     assert_conforms,
     config,
     curve,
@@ -37,7 +36,7 @@ from unishard.testing import oracle, run_ranks
 from unishard.testing.models import mlp
 
 CELLS = (
-    *((backend, strategy, "fp32") for backend in BACKENDS for strategy in STRATEGIES),
+    *((*pair, "fp32") for pair in PAIRS),
     ("fsdp", "no_shard", "bf16"),
     ("deepspeed", "shard_optimizer", "bf16"),
 )
@@ -256,7 +255,7 @@ def test_a_loss_scale_by_hand_is_named_once(backend, factor):
     assert len(named) == (factor in (1024.0, 65536.0) and my_rank() == 0)
 
 
-@in_ranks(cells=tuple(product(BACKENDS, STRATEGIES, (True, False))))
+@in_ranks(cells=tuple((*pair, outside) for pair in PAIRS for outside in (True, False)))
 def test_parameters_outside_the_model_are_named_once(backend, strategy, outside):
     centers = nn.Parameter(torch.zeros(11)) if outside else torch.zeros(11)
     with heard() as lines, prepare(config(backend, strategy)) as engine:
@@ -267,7 +266,7 @@ def test_parameters_outside_the_model_are_named_once(backend, strategy, outside)
     assert len(named) == (outside and my_rank() == 0)
 
 
-@in_ranks(cells=tuple(product(BACKENDS, STRATEGIES)))
+@in_ranks(cells=PAIRS)
 def test_a_parameter_of_another_engine_is_in_a_prepared_model(backend, strategy):
     """A loss that reaches both is refused, and nothing else is said of it."""
     with (
@@ -293,6 +292,6 @@ def closed_late(backend, strategy):
     return True
 
 
-@pytest.mark.parametrize("cell", [(backend, strategy) for backend in BACKENDS for strategy in STRATEGIES[1:]])
+@pytest.mark.parametrize("cell", [pair for pair in PAIRS if pair[1] != "no_shard"])
 def test_an_engine_outlives_its_process_group(cell):
     assert run_ranks(2, closed_late, *cell) == [True, True]

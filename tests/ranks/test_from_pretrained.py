@@ -221,15 +221,26 @@ REFUSED = {
 }
 
 
+IN_TURNS = [(BACKENDS[number % 2], case) for number, case in enumerate(CASES)]
+"""An engine for each case: what it holds is read by one loader for both."""
+
+
 def played(backend):
-    scenarios = [(both_ways, (backend, name, folder(), precision, trained)) for _, name, precision, trained in CASES]
+    scenarios = [
+        (both_ways, (backend, name, folder(), precision, trained))
+        for on, (_, name, precision, trained) in IN_TURNS
+        if on == backend
+    ]
     scenarios += [(adapters, (backend, folder())), (by_auto_class, (backend, folder()))]
-    scenarios += [(refused, (backend, *case, folder())) for case in REFUSED]
+    scenarios += [(refused, (backend, *case, folder())) for case in REFUSED if backend == "fsdp"]
     return play(tuple(scenarios))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[1:])).replace(" ", "_"))
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    IN_TURNS,
+    ids=lambda each: each if isinstance(each, str) else "-".join(map(str, each[1:])).replace(" ", "_"),
+)
 def test_the_same_as_transformers_own_loader_without_holding_it(backend, case):
     _, name, precision, trained = case
     for (plain, ours), empty, buffers, ties in values(
@@ -258,9 +269,8 @@ def test_an_auto_class_loads_the_class_of_the_config_and_trusts_no_code(backend)
 
 
 @pytest.mark.parametrize("case", REFUSED, ids="-".join)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_cannot_be_loaded_is_one_clear_error_on_every_rank(backend, case):
-    raised = error(played(backend)[refused, (backend, *case, folder())])
+def test_what_cannot_be_loaded_is_one_clear_error_on_every_rank(case):
+    raised = error(played("fsdp")[refused, ("fsdp", *case, folder())])
     assert raised.startswith("ModelError: ")
     assert REFUSED[case] in raised
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,7 +36,7 @@ WHEN = {"first": 0, "later": 11}
 
 EVERY = 9
 """Updates between two automatic saves."""
-CASES = [*product(BACKENDS, WHEN)]
+CASES = [*zip(BACKENDS, WHEN, strict=True)]
 
 
 class Loop:

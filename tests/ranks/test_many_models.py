@@ -224,8 +224,12 @@ def many(backend):
 
 PRECISION_OF = {(backend, strategy): precision for backend, strategy, precision in EVERY}
 PLAYED = (
-    *((mixed_up, (strategy,)) for strategy in STRATEGIES),
-    *((slopes, (strategy, penalty)) for strategy in STRATEGIES for penalty in (False, True)),
+    *((mixed_up, (strategy,)) for strategy in ("no_shard", "full_shard")),
+    *(
+        (slopes, (strategy, penalty))
+        for strategy in ("no_shard", "shard_grad_op", "full_shard")
+        for penalty in (False, True)
+    ),
     *((refused, (strategy,)) for strategy in ("no_shard", "full_shard")),
     *((random_numbers_stay, (strategy,)) for strategy in ("no_shard", "full_shard")),
     (many, ()),
@@ -250,7 +254,7 @@ def assert_close(found, wanted, *, rel, floor=0.0):
 
 
 @pytest.mark.parametrize("penalty", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["no_shard", "shard_grad_op", "full_shard"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_an_output_are_those_of_plain_torch_or_refused_by_name(backend, strategy, penalty):
     works = backend == "fsdp" and (strategy == "no_shard" or not penalty)
@@ -269,7 +273,7 @@ def test_the_order_of_prepare_calls_makes_no_difference(backend):
     assert played(backend, distil, *sharded, "teacher") == played(backend, distil, *sharded)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backward_of_another_engine_that_would_leave_gradients_is_refused(backend, strategy):
     for told in played(backend, mixed_up, strategy):

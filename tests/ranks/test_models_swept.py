@@ -23,7 +23,7 @@ from unishard.testing.cells import BACKENDS
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = read(DOCS / "models-tested.csv")
 SOME = (
-    *("gpt2", "mixtral", "lfm2", "bart", "swin", "clip", "BatchNorm", "weights tied across units"),
+    *("gpt2", "mixtral", "bart", "clip", "BatchNorm", "weights tied across units"),
     *("a block that is used three times", "blocks in another order in each update"),
 )
 

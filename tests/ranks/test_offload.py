@@ -106,7 +106,13 @@ def own(backend, place, name):
         }
 
 
-OWN = tuple((*cell, name) for cell in CELLS for name in BUILT)
+OWN = tuple(
+    (*cell, name)
+    for place, cell in enumerate(CELLS)
+    for turn, name in enumerate(BUILT)
+    if name == "own class" or turn == 1 + place % (len(BUILT) - 1)
+)
+"""The user's own class in every place, and another one in each."""
 
 
 @pytest.mark.parametrize("cell", OWN, ids="-".join)
@@ -175,9 +181,9 @@ def overflowing(backend, place, precision):
         return [step.skipped for _, step in done if step.updated or step.skipped], curve(done)
 
 
-@pytest.mark.parametrize("cell", HELD, ids="-".join)
+@pytest.mark.parametrize("cell", HELD[1::2], ids="-".join)
 def test_a_window_that_is_not_finite_leaves_host_and_device_alone(cell):
-    found = played(overflowing, HELD, cell)
+    found = played(overflowing, HELD[1::2], cell)
     assert found[0] == found[1]
     skipped, after = found[0]
     assert skipped == [False, True, *[False] * (MICRO_BATCHES // ACCUMULATION - 1)]
@@ -223,9 +229,9 @@ def unused(backend, place, precision):
 
 
 @pytest.mark.filterwarnings("ignore:.*trainable parameters got no gradient")
-@pytest.mark.parametrize("cell", HELD, ids="-".join)
+@pytest.mark.parametrize("cell", HELD[::2], ids="-".join)
 def test_no_gradient_is_applied_a_second_time(cell):
-    assert max(played(unused, HELD, cell)) < (1e-6 if cell[2] == "fp32" else 2e-2)
+    assert max(played(unused, HELD[::2], cell)) < (1e-6 if cell[2] == "fp32" else 2e-2)
 
 
 # -- what cannot be had ----------------------------------------------------------------------------

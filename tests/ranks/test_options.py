@@ -10,8 +10,8 @@ from functools import cache
 
 import pytest
 import torch
-from harness import assert_conforms, curve, own_share, play, prepare, tolerance, train, values, windows
-from harness.training import ACCUMULATION, BACKENDS, EVERY, MICRO_BATCHES, PRECISIONS, SPANNING, STRATEGIES, configured
+from harness import PAIRS, assert_conforms, curve, own_share, play, prepare, tolerance, train, values, windows
+from harness.training import ACCUMULATION, BACKENDS, EVERY, MICRO_BATCHES, PRECISIONS, SPANNING, configured
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
@@ -35,9 +35,6 @@ SHARED = {
     "little prefetch": ("full_shard", {"communication": {"prefetch_bucket_size": 900}}),
     "tiny buckets, no_shard": ("no_shard", {"communication": {"reduce_bucket_size": 100}}),
     "no overlap": ("full_shard", {"communication": {"overlap": False}}),
-    "offload": ("full_shard", {"offload": "cpu"} | ADAMW),
-    "offload, shard_optimizer": ("shard_optimizer", {"offload": {"optimizer": "cpu"}} | ADAMW),
-    "offload, shard_grad_op": ("shard_grad_op", {"offload": {"optimizer": "cpu"}} | ADAMW),
 }
 OWN = {
     "fsdp": {
@@ -45,8 +42,6 @@ OWN = {
         "zero redundancy": ("shard_optimizer", {"native": {"fsdp": {"zero_redundancy_optimizer": True}}} | ADAMW),
     },
     "deepspeed": {
-        "offload parameters": ("full_shard", {"offload": {"params": "cpu"}} | ADAMW),
-        "offload optimizer": ("full_shard", {"offload": {"optimizer": "cpu"}} | ADAMW),
         "tiny buckets, shard_optimizer": ("shard_optimizer", {"communication": {"reduce_bucket_size": 100}}),
         "tiny buckets, shard_grad_op": ("shard_grad_op", {"communication": {"reduce_bucket_size": 100}}),
         "tiny buckets, full_shard": ("full_shard", {"communication": {"reduce_bucket_size": 100}}),
@@ -88,10 +83,8 @@ def seen_in_fsdp(engine):
         if isinstance(part, FSDPModule)
         for group in part._get_fsdp_state()._fsdp_param_groups
     ]
-    on_host = {parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params}
     inner = getattr(engine._adapter.optimizer, "optim", engine._adapter.optimizer)
     return {
-        "on host": {"params", "optimizer"} if on_host == {True} else set(on_host - {False}),
         "reduces in": {group._reduce_scatter_process_group.group_desc for group in groups},
     } | stepping(inner)
 
@@ -99,12 +92,7 @@ def seen_in_fsdp(engine):
 def seen_in_deepspeed(engine):
     """Read off DeepSpeed's engine and its optimizer, which have acted on their config."""
     zero = engine._adapter.optimizer
-    on_host = {
-        "params": getattr(zero, "offload_param", False),
-        "optimizer": getattr(zero, "offload_optimizer", getattr(zero, "cpu_offload", False)),
-    }
     return {
-        "on host": {name for name, offloaded in on_host.items() if offloaded},
         "overlap": engine._adapter._engine.zero_overlap_comm(),
         "sub groups": [group.numel() for group in getattr(zero, "fp32_partitioned_groups_flat", ())],
     } | stepping(getattr(zero, "optimizer", zero))
@@ -142,30 +130,6 @@ def test_an_option_about_memory_or_time_leaves_the_maths_alone(cell):
     cfg = config_of(*cell)
     wanted = expected(cfg.optimizer.name, CELLS[cell])
     assert_conforms(ran(*cell)[0]["curve"], wanted, tolerance(cell[0], cfg.sharding.strategy, CELLS[cell]))
-
-
-ON_HOST = {
-    ("fsdp", "offload"): {"params", "optimizer"},
-    # FSDP2 moves the masters with the optimizer's state.
-    ("fsdp", "offload, shard_optimizer"): {"params", "optimizer"},
-    ("fsdp", "offload, shard_grad_op"): {"params", "optimizer"},
-    ("fsdp", "kept after forward"): set(),
-    ("deepspeed", "offload"): {"params", "optimizer"},
-    ("deepspeed", "offload, shard_optimizer"): {"optimizer"},
-    ("deepspeed", "offload, shard_grad_op"): {"optimizer"},
-    ("deepspeed", "offload parameters"): {"params"},
-    ("deepspeed", "offload optimizer"): {"optimizer"},
-    ("deepspeed", "kept after forward"): set(),
-}
-
-
-@pytest.mark.parametrize("cell", ON_HOST, ids="-".join)
-def test_what_is_offloaded_lies_in_host_memory_and_torchs_own_optimizer_steps_there(cell):
-    for found in ran(*cell):
-        assert found["on host"] == ON_HOST[cell]
-        if "optimizer" in ON_HOST[cell]:
-            assert found["state"] == {("cpu", torch.float32)}
-            assert found["steps"] is torch.optim.AdamW  # not DeepSpeedCPUAdam
 
 
 LINEARS = tuple(f"blocks.{block}.{layer}" for block in range(3) for layer in ("up", "down"))
@@ -221,9 +185,7 @@ ROUNDED = Tolerance(
     "each rank's gradients are rounded to 8 bits before they are summed, and the sum once more: 2e-3 in an element, "
     "less in the norm",
 )
-REDUCED = tuple(
-    (backend, strategy, reduce) for backend in BACKENDS for strategy in STRATEGIES for reduce in ("fp32", "bf16")
-)
+REDUCED = tuple((*pair, reduce) for pair in PAIRS for reduce in ("fp32", "bf16"))
 
 
 def reduced(backend, strategy, reduce):
@@ -231,8 +193,7 @@ def reduced(backend, strategy, reduce):
         return curve(train(engine, own_share(MICRO_BATCHES)))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "strategy"), PAIRS)
 def test_reducing_in_bf16_rounds_the_gradients_and_no_more(backend, strategy):
     played = play(tuple((reduced, cell) for cell in REDUCED))
     low, own = (values(played[reduced, (backend, strategy, reduce)]) for reduce in ("bf16", "fp32"))

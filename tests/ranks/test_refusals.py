@@ -200,10 +200,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.__name__)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_cannot_be_prepared_is_one_clear_error_on_every_rank(backend, case):
-    raised = error(play(tuple((name, (backend,)) for name in REFUSED))[case, (backend,)])
+IN_TURNS = tuple((case, (BACKENDS[turn % 2],)) for turn, case in enumerate(REFUSED))
+"""Of what no engine decides, on the engines in turn."""
+
+
+@pytest.mark.parametrize("scenario", IN_TURNS, ids=lambda scenario: scenario[0].__name__)
+def test_what_cannot_be_prepared_is_one_clear_error_on_every_rank(scenario):
+    case, _ = scenario
+    raised = error(play(IN_TURNS)[scenario])
     kind, *said = REFUSED[case]
     assert raised.startswith(f"{kind}: ")
     for part in said:

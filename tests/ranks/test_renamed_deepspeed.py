@@ -318,13 +318,13 @@ def test_without_one_of_its_names_a_case_is_refused_in_one_sentence(case, name):
 
 # -- ordinary runs ---------------------------------------------------------------------------------
 
-PRECISIONS = {precision: {"precision": precision} for precision in ("fp32", "bf16")}
+BF16 = {"bf16": {"precision": "bf16"}}
 ORDINARY = {
-    "no_shard": PRECISIONS,
-    "shard_optimizer": PRECISIONS,
-    "shard_grad_op": {**PRECISIONS, "offload": {"precision": "bf16", **OFFLOAD}},
+    "no_shard": BF16,
+    "shard_optimizer": {**BF16, "fp32": {}},
+    "shard_grad_op": {"fp32": {}, "offload": {"precision": "bf16", **OFFLOAD}},
     "full_shard": {
-        **PRECISIONS,
+        **BF16,
         "offload": {"precision": "bf16", "offload": {"optimizer": "cpu", "params": "cpu"}},
         "recomputed": {"activation_checkpointing": "full"},
     },

@@ -136,7 +136,7 @@ def killed_and_started_again(folder: Path, more: dict[str, tuple[str, ...]]) -> 
     return first.pid, start(folder, folder / "second", **more).wait(60), step
 
 
-@pytest.mark.parametrize("kind", ["launch", "launch, on_signal", "torchrun"])
+@pytest.mark.parametrize("kind", ["launch, on_signal", "torchrun"])
 def test_ranks_end_when_their_launcher_is_killed_and_the_next_start_goes_on(kind, tmp_path):
     signals = ["SIGTERM"] if "on_signal" in kind else []
     every = 1000 if signals else 2

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import BACKENDS, STRATEGIES, config, in_ranks, my_rank, refused
+from harness import BACKENDS, PAIRS, config, in_ranks, my_rank, refused
 from torch import nn
 
 import unishard
 
 WORLD = 2
-CELLS = tuple((backend, strategy, "fp32") for backend in BACKENDS for strategy in STRATEGIES[1:]) + tuple(
+CELLS = tuple((*pair, "fp32") for pair in PAIRS if pair[1] != "no_shard") + tuple(
     (backend, "no_shard", "bf16") for backend in BACKENDS
 )
 
@@ -202,7 +202,7 @@ def test_what_is_replaced_before_the_first_forward_is_named_and_reading_is_no_wr
     assert reading == ["nothing", "nothing"]
 
 
-SHARDED = tuple((backend, strategy) for backend in BACKENDS for strategy in ("shard_optimizer", "full_shard"))
+SHARDED = (("fsdp", "full_shard"), ("deepspeed", "shard_optimizer"))
 
 
 LATER = {"in place": in_place, "through data": through_data}

@@ -2,8 +2,6 @@
 form."""
 
 import json
-import os
-import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -20,7 +18,7 @@ sys.path.append(str(ROOT))  # `benchmarks` is no part of the wheel
 from benchmarks.gpu import __main__ as runner  # noqa: E402
 from benchmarks.gpu import llamas, packages, page, piece  # noqa: E402
 from benchmarks.gpu.pieces import BUDGET, PIECES, Piece  # noqa: E402
-from benchmarks.gpu.report import Check, Report, read, verdict_of  # noqa: E402
+from benchmarks.gpu.report import Check, Report, verdict_of  # noqa: E402
 
 
 def answer(folder, name, device="cpu"):
@@ -77,11 +75,6 @@ def test_a_piece_that_raises_keeps_what_it_found(monkeypatch, tmp_path):
     assert "RuntimeError: broke" in found["checks"][1]["detail"]
 
 
-def test_a_piece_that_passes_gives_exit_code_0(monkeypatch, tmp_path):
-    assert piece.run_piece(fake(monkeypatch, "right", lambda report: report.check("holds", True)), "cpu", tmp_path) == 0
-    assert answer(tmp_path, "right")["verdict"] == "pass"
-
-
 # -- the runner ------------------------------------------------------------------------------------
 
 
@@ -101,57 +94,9 @@ def test_every_piece_has_a_module_to_run_and_a_row_on_the_page(name):
     assert f"`{name}`" in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 
-def started(monkeypatch, script):
-    """Let the runner start this script in the place of a piece."""
-    popen = subprocess.Popen
-    monkeypatch.setattr(
-        runner.subprocess,
-        "Popen",
-        lambda command, **options: popen([sys.executable, "-c", script, *command], **options),
-    )
-
-
-@pytest.mark.parametrize(
-    ("script", "why"), [("raise SystemExit(7)", "code 7"), ("import time; time.sleep(60)", "did not end within 1 s")]
-)
-def test_a_process_that_dies_or_hangs_fails_and_the_others_still_run(monkeypatch, tmp_path, script, why):
-    started(monkeypatch, script)
-    pieces = [Piece("first", "first", "", 1), Piece("second", "second", "", 1)]
-    assert runner.run(pieces, "cpu", tmp_path, tmp_path / "none", 60, None) == 1
-    assert [(found["verdict"], why in found["checks"][0]["detail"]) for found in read(tmp_path)] == [("fail", True)] * 2
-
-
-def test_a_piece_that_is_ended_keeps_the_checks_that_it_made(monkeypatch, tmp_path):
-    script = (
-        "import sys, time; from pathlib import Path; from benchmarks.gpu.report import Report; "
-        f"Report('first', 'cpu', folder=Path({str(tmp_path)!r})).check('holds', True); time.sleep(60)"
-    )
-    started(monkeypatch, script)
-    assert runner.run([Piece("first", "first", "", 3)], "cpu", tmp_path, tmp_path / "none", 60, None) == 1
-    assert [(check["name"], check["verdict"]) for check in answer(tmp_path, "first")["checks"]] == [
-        ("holds", "pass"),
-        ("ran to its end", "fail"),
-    ]
-
-
-def test_a_result_of_an_earlier_run_is_not_taken_for_one_of_this(monkeypatch, tmp_path):
-    earlier = Report("first", "cpu", quiet=True)
-    earlier.check("holds", True)
-    earlier.write(tmp_path)
-    started(monkeypatch, "raise SystemExit(0)")
-    assert runner.run([Piece("first", "first", "", 5)], "cpu", tmp_path, tmp_path / "none", 60, None) == 1
-
-
 def test_a_piece_beyond_the_budget_is_not_run_and_fails(tmp_path):
     assert runner.run([PIECES[0]], "cpu", tmp_path, tmp_path / "none", 0, None) == 1
     assert "budget" in answer(tmp_path, PIECES[0].name)["checks"][0]["detail"]
-
-
-def test_pieces_that_measure_run_alone():
-    (beside, jobs), (alone, one) = runner.groups(list(PIECES), 8)
-    assert (jobs, one) == (8, 1)
-    assert [piece.name for piece in alone] == ["syncs", "throughput_1b", "throughput_3b"]
-    assert sorted([*beside, *alone]) == sorted(PIECES)
 
 
 # -- wheels ----------------------------------------------------------------------------------------
@@ -185,11 +130,6 @@ def test_what_is_missing_or_older_is_installed_and_nothing_else(installed, tag, 
 # -- formulas --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "count"), [("1b", 1_235_814_400), ("3b", 3_212_749_824)])
-def test_the_sizes_are_those_of_llama_3_2(size, count):
-    assert llamas.parameters(llamas.SIZES[size])[0] == count
-
-
 def test_parameters_are_those_of_the_model():
     by_hand = import_module("benchmarks.gpu.by_hand")
     size = llamas.SIZES["tiny"]
@@ -209,29 +149,6 @@ def test_a_card_whose_peak_is_not_known_has_none():
     assert llamas.peak_of("NVIDIA H200") == 989e12
     assert llamas.peak_of("NVIDIA H100 PCIe") is None
     assert llamas.peak_of("Some Other Card") is None
-
-
-def test_the_speed_is_the_median_and_the_memory_the_worst():
-    throughput = import_module("benchmarks.gpu.throughput")
-    size = llamas.SIZES["tiny"]
-    windows = [throughput.Window(seconds, peak * 2**30, 1.0) for seconds, peak in ((0.1, 1), (0.2, 3), (9.0, 2))]
-    side = throughput.summary(throughput.Plan("tiny", 2, 3, 1, True), windows, 1e12)
-    assert side.tokens_per_second == pytest.approx(size.batch * size.length / 0.2)
-    assert side.mfu == pytest.approx(llamas.mfu(side.tokens_per_second, size, 1e12))
-    assert side.peak_gib == 3
-
-
-def test_both_sides_stay_in_memory_only_where_they_leave_room():
-    throughput = import_module("benchmarks.gpu.throughput")
-    memory = 140 * 2**30
-    assert [throughput.plan_of(size, "cuda", memory).together for size in ("1b", "3b")] == [True, False]
-
-
-def test_noise_is_what_belongs_to_no_warning():
-    noise = import_module("benchmarks.gpu.imports").noise
-    warning = "a.py:3: UserWarning: first\nsecond (Triggered internally)\n  loss = float(x)\n"
-    assert noise(f"{warning}terminate called\n[W1122 10:00:00 x.cpp:3] odd\n") == ["terminate called"]
-    assert noise(warning) == []
 
 
 def test_warnings_and_explicit_waits_are_counted_by_place(monkeypatch):
@@ -296,18 +213,6 @@ def test_a_model_that_trains_otherwise_fails(record, verdict):
     assert report.verdict == verdict
 
 
-def died(*_: object) -> None:
-    os._exit(3)
-
-
-def test_models_after_one_that_ends_the_process_are_played(monkeypatch, tmp_path):
-    models = import_module("benchmarks.gpu.models")
-    monkeypatch.setattr(models, "play", died)
-    found = models.played(["llama", "mixtral"], "cpu", tmp_path / "records")
-    assert [record["case"] for record in found] == ["llama", "mixtral"]
-    assert all("exit code 3" in record["error"] for record in found)
-
-
 def test_the_oracle_trains_where_it_is_told():
     cells = import_module("benchmarks.gpu.cells")
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):  # no value can be read there
@@ -349,12 +254,6 @@ def test_figures_of_a_gpu_stand_in_the_table():
     assert page.NOT_RUN not in text
 
 
-def test_the_largest_distance_of_each_precision_stands_in_the_table():
-    names = {"llama-fp32": 2e-7, "mlp-fp32": 1e-7, "llama-bf16": 3e-5, "the same bits": None}
-    checks = [{"name": name, "figures": {} if far is None else {"losses": far}} for name, far in names.items()]
-    assert page.apart(checks) == "fp32 2e-07, bf16 3e-05"
-
-
 def test_no_page_takes_a_figure_of_a_simulated_device(tmp_path):
     report = measured("cuda") | {"hardware": "NVIDIA H100 80GB HBM3 (simulated)"}
     (tmp_path / "throughput_1b-cuda.json").write_text(json.dumps(report))
@@ -363,25 +262,6 @@ def test_no_page_takes_a_figure_of_a_simulated_device(tmp_path):
     with pytest.raises(ValueError, match=r"gpu.md takes no figure of a simulated device"):
         page.write(tmp_path, target)
     assert page.NOT_RUN in target.read_text()
-
-
-def test_what_failed_is_said():
-    report = measured("cuda")
-    report["checks"][0] |= {"verdict": "unsupported", "detail": "no such collective\nmore"}
-    assert (
-        "- throughput_1b, unsupported: fsdp full_shard, 1b: at least: no such collective"
-        in page.figures([report]).splitlines()
-    )
-
-
-def test_only_what_stands_between_the_marks_is_written(tmp_path):
-    target = tmp_path / "gpu.md"
-    target.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
-    page.write(tmp_path, target)
-    assert target.read_text() == f"before\n{page.BEGIN}\n{page.NOT_RUN}\n{page.END}\nafter\n"
-    target.write_text("no marks")
-    with pytest.raises(ValueError, match="no lines"):
-        page.write(tmp_path, target)
 
 
 def test_the_page_has_the_place_for_the_figures():

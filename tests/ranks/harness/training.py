@@ -16,9 +16,11 @@ from unishard.testing.models import MODELS, batch
 PRECISIONS = ("fp32", "bf16")
 DEEP = "TESTS_DEEP" in os.environ
 """Whether `--deep` is asked for: `tests/conftest.py` sets it, for the ranks too."""
-LEFT_OUT = () if DEEP else (("fsdp", "shard_grad_op"), ("deepspeed", "shard_optimizer"))
-"""Engines with strategies that are another one but for when gradients or parameters move: fully_shard that keeps the
-parameters, and ZeRO's optimizer of stage 2. The conformance suite trains them."""
+MECHANISMS = (("fsdp", "no_shard"), ("fsdp", "full_shard"), ("deepspeed", "shard_grad_op"), ("deepspeed", "full_shard"))
+"""DDP, fully_shard, ZeRO's optimizer of stages 1 and 2, and that of stage 3."""
+LEFT_OUT = () if DEEP else tuple(pair for pair in product(BACKENDS, STRATEGIES) if pair not in MECHANISMS)
+"""Engines with strategies that are another one but for when gradients or parameters move. The conformance suite trains
+them in every area."""
 PAIRS = tuple(pair for pair in product(BACKENDS, STRATEGIES) if pair not in LEFT_OUT)
 """Each backend with each strategy."""
 EVERY = tuple(

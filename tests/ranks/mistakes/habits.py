@@ -7,7 +7,7 @@ import functools
 import tempfile
 
 import torch
-from harness import STRATEGIES, curve, own_share, prepare, train
+from harness import PAIRS, curve, own_share, prepare, train
 from harness import checked as config
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -26,7 +26,7 @@ def in_every_strategy(scenario):
     @functools.wraps(scenario)
     def played(backend, *arguments):
         outcomes = []
-        for strategy in STRATEGIES:
+        for strategy in (strategy for engine, strategy in PAIRS if engine == backend):
             try:
                 outcomes.append((strategy, scenario(backend, strategy, *arguments), None))
             except unishard.ContractError as problem:
@@ -224,8 +224,6 @@ def backward_of_the_loss(backend):
 
 # -- the model -------------------------------------------------------------------------------------
 
-SHARDED = (*STRATEGIES[1:], "no_shard with bf16")
-
 
 def in_every_sharded_strategy(scenario):
     """The same where the module's parameters are not the weights in full."""
@@ -233,7 +231,8 @@ def in_every_sharded_strategy(scenario):
     @functools.wraps(scenario)
     def played(backend, *arguments):
         said = set()
-        for strategy in SHARDED:
+        some = [strategy for engine, strategy in PAIRS if engine == backend and strategy != "no_shard"]
+        for strategy in (*some, "no_shard with bf16"):
             name, _, precision = strategy.partition(" with ")
             with prepare(config(backend, name, precision=precision or "fp32")) as engine:
                 train(engine, own_share(1))
