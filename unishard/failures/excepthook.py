@@ -17,8 +17,9 @@ from unishard.distributed.error_text import errors_in, readable
 from unishard.errors import RankMismatchError
 from unishard.failures.endings import headline, is_lost_connection
 from unishard.failures.heartbeat import SILENT
-from unishard.failures.monitor_client import Ending, MonitorClient
+from unishard.failures.monitor_client import MonitorClient
 from unishard.failures.monitor_server import DIED, FOLLOWED, RAISED
+from unishard.failures.rank_ending import Ending
 from unishard.failures.rank_locations import where_raised
 from unishard.failures.stuck_process import StuckProcess
 

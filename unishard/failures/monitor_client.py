@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,6 +29,7 @@ from unishard.failures.connections import connect, own_address
 from unishard.failures.deadlocks import DeadlockDetector
 from unishard.failures.heartbeat import SILENT, HeartbeatTimeout
 from unishard.failures.monitor_server import DIED, ENDED, FOLLOWED, RAISED, MonitorServer
+from unishard.failures.rank_ending import Ending
 
 _POLL = 0.25
 """Seconds between two looks at a main thread that may be stuck."""
@@ -42,19 +43,6 @@ _logger = logging.getLogger("unishard")
 _current: MonitorClient | None = None
 _opened = 0
 """Connections that this process has opened: each has keys of its own in the store."""
-
-
-class Ending(NamedTuple):
-    """The end of a rank's process, or of its part in the run."""
-
-    rank: int
-    text: str
-    """`raised ValueError: a broken sample (train.py:31 in main)`; empty if it ended without a word."""
-    how: str
-
-    def __str__(self) -> str:
-        died = "is gone: its process ended without an error (killed, for lack of memory, or in C++)"
-        return f"rank {self.rank} {died if self.how == DIED else self.text}"
 
 
 class MonitorClient:
