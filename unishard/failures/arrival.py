@@ -20,6 +20,7 @@ from unishard.errors import ConfigError, Problem, RankMismatchError
 from unishard.failures import excepthook, monitor_client, second_signal
 from unishard.failures.endings import headline
 from unishard.failures.monitor_server import DIED, RAISED
+from unishard.failures.rank_ending import Ending
 
 _CALLS = "unishard.prepare, unishard.init or unishard.from_pretrained"
 _STORELESS = (
@@ -113,7 +114,7 @@ def _await_rank_0(store: Any, rank: int, seconds: float) -> None:
             if not monitor_client.is_served(store, seconds):
                 raise RankMismatchError(f"rank 0 did not call {_CALLS} within {seconds:.0f} s")
     except dist.DistNetworkError:  # it serves the store
-        raise RankMismatchError(f"{monitor_client.Ending(0, '', DIED)}, before it called {_CALLS}") from None
+        raise RankMismatchError(f"{Ending(0, '', DIED)}, before it called {_CALLS}") from None
 
 
 def _store_of_group() -> Any:
