@@ -232,3 +232,46 @@ def test_masks(backend):
         loss = plain(input_ids=tokens, attention_mask=mask, labels=labels).loss.item()
         assert outcomes[name] == pytest.approx(loss, rel=1e-6), name
     assert "zeros between tokens" in outcomes["holes"]
+
+
+@in_ranks(cells=EACH)
+def test_samples_that_were_not_split_are_refused(backend):
+    """As in a loop that reads its loader itself, or that of a framework."""
+    cfg, batch = configured(backend), batch_of(Packed(), 0)
+    with unishard.prepare(build("llama"), cfg) as engine:
+        whole = refused(lambda: engine(**batch))
+        engine.discard()
+        without_positions = refused(lambda: engine(input_ids=batch["input_ids"], labels=batch["labels"]))
+        engine.discard()
+        image = refused(lambda: next(iter(engine.batches([batch | {"pixel_values": torch.ones(2, 3, 4, 4)}]))))
+        names = ("input_ids", "position_ids")
+        part = {name: engine.split_sequence(batch[name]) for name in names}
+        shape = engine(**part).logits.shape
+        engine.discard()
+    assert "samples that were not split" in whole
+    assert "samples that were not split" in without_positions
+    assert "pixel_values" in image
+    assert shape == (2, 12, 64)
+
+
+@in_ranks(cells=EACH)
+def test_recomputed_attention_of_an_own_model(backend):
+    """It sees whole sequences again, also after another model has run that splits nothing."""
+    batch, cfg = batch_of(Packed(packed=False), 0), configured(backend, activation_checkpointing=["Block"])
+    cfg = cfg.override("training.gradient_accumulation_steps=1")
+    model, targets = build("own"), batch["labels"].flatten()
+    logits = model(batch["input_ids"], torch.arange(LENGTH).expand(2, -1))
+    functional.cross_entropy(logits.flatten(0, 1), targets).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    with unishard.prepare(build("own"), cfg) as engine:
+        part = next(iter(engine.batches([batch])))
+        logits = engine(part["input_ids"], part["position_ids"])
+        alone = build("own")(batch["input_ids"], torch.arange(LENGTH).expand(2, -1))
+        targets = part["labels"].flatten()
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
+        engine.backward(loss, num_items=(targets != -100).sum())
+        own = {name: engine.gradients.read(name) for name in gradients}
+        engine.discard()
+    assert alone.shape == (2, LENGTH, 64)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(own[name], gradient, rtol=0, atol=1e-6)

@@ -27,7 +27,7 @@ from unishard.engine.framework import Framework
 from unishard.engine.gradients import Gradients
 from unishard.engine.guards.edited_gradients import Shown
 from unishard.engine.guards.outside_batches import OutsideBatches
-from unishard.engine.guards.split_sequences import MixedPositions, UnweighedLoss
+from unishard.engine.guards.split_sequences import MixedPositions, RecomputedAttention, UnweighedLoss
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers
@@ -98,6 +98,7 @@ class Engine(OtherNames, Process):
             guards = training_guards(training, plan, order, trainable, self._outside, shown)
             if sequences is not None:
                 guards += [MixedPositions(training, sequences), UnweighedLoss(sequences)]
+                guards.append(RecomputedAttention(sequences))
             self._accumulation = training_windows(training, plan.optimizer, plan, order, self._observers, guards)
         self._checkpoints = SaveAndLoad(
             Run(

@@ -19,6 +19,8 @@ from unishard.sequence.layout import PositionLayout
 _IGNORED = -100
 """The label that the losses of transformers and torch leave out."""
 _INPUTS = ("input_ids", "inputs_embeds")
+_OF_OTHER_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+"""Inputs that transformers' models put into the sequence at the places of some tokens."""
 
 
 class BatchSplitter:
@@ -63,6 +65,7 @@ class BatchSplitter:
                 "parallel.sequence.keys"
             )
         self.length = length
+        self._require_text(batch)
         self._require_fitting_mask(batch, length)
         if not isinstance(batch, Mapping):
             return replace_tensors(batch, partial(self._split, "", length))
@@ -70,6 +73,14 @@ class BatchSplitter:
         new = copy.copy(batch) if hasattr(batch, "update") else dict(batch)
         new.update({key: replace_tensors(value, partial(self._split, key, length)) for key, value in batch.items()})
         return new
+
+    def _require_text(self, batch: Any) -> None:
+        other = next((name for name in _OF_OTHER_TOWERS if isinstance(batch, Mapping) and name in batch), None)
+        if other is not None and batch.get(other) is not None:
+            raise DataError(
+                f"{other}: parallel.sequence splits sequences of tokens, and a rank cannot tell which images or sounds "
+                "are in its part; remove parallel.sequence for batches that have some"
+            )
 
     def _require_fitting_mask(self, batch: Any, length: int) -> None:
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None

@@ -53,4 +53,4 @@ class SplitBatch:
 
 
 current: SplitBatch | None = None
-"""That of the last forward of an engine with `parallel.sequence`."""
+"""In a forward or a backward of an engine with `parallel.sequence`: its micro-batch."""

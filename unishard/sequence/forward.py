@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.distributed.nested_tensors import tensors_in
+from unishard.errors import ContractError
 from unishard.sequence import context
 from unishard.sequence.context import KeyRule, SplitBatch
 from unishard.sequence.documents import Documents, documents_of
 from unishard.sequence.exchange import gather_plain
 from unishard.sequence.expert_balance import ExpertBalance
 from unishard.sequence.group import SequenceGroup
+from unishard.sequence.known_parts import KnownParts
 from unishard.sequence.layout import PositionLayout
 from unishard.sequence.transformers_models import is_transformers, use_split_attention
 
@@ -28,13 +30,24 @@ _IGNORED = -100
 class SplitForward:
     """Tells attention what micro-batch runs, and makes the loss that of the whole micro-batch."""
 
-    def __init__(self, model: nn.Module, group: SequenceGroup, layout: PositionLayout, method: str) -> None:
+    def __init__(
+        self, model: nn.Module, group: SequenceGroup, layout: PositionLayout, method: str, parts: KnownParts
+    ) -> None:
         """Watch the forward of a model.
+
+        Args:
+            model: It calls `unishard.attention`, or is one of transformers.
+            group: This rank's.
+            layout: Which positions each rank has.
+            method: As in the config.
+            parts: What was split.
 
         Raises:
             ModelError: It is one of transformers that computes attention by its own code.
         """
-        self.group, self._layout, self._method = group, layout, method
+        self.group, self._layout, self._method, self._parts = group, layout, method, parts
+        self.last: SplitBatch | None = None
+        """That of the last forward."""
         self._signature = inspect.signature(model.forward)
         self._counts_items = is_transformers(model) and _takes(self._signature, "num_items_in_batch")
         self._counted = False
@@ -90,13 +103,20 @@ class SplitForward:
         for hook in self._hooks:
             hook.remove()
         self._restore()
+
+    def enter(self) -> None:
+        """From now on, parts of the last forward may run once more."""
+        context.current = self.last
+
+    def leave(self) -> None:
+        """Nothing of this model runs any more."""
         context.current = None
 
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = self._given(args, kwargs)
-        context.current = self._split_batch(given, (args, kwargs))
+        context.current = self.last = self._split_batch(given, (args, kwargs))
         self._counted, self.loss = False, None
         self._balance.begin()
         labels = given.get("shift_labels", given.get("labels"))
@@ -118,8 +138,12 @@ class SplitForward:
         mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         if isinstance(positions, Tensor):
             positions = positions if positions.dim() == 2 else positions.reshape(-1, *positions.shape[-2:])[0]
-            part, documents = positions.shape[1], self._documents(positions, mask)
+            everyones = gather_plain(positions, self.group)
+            if all(torch.equal(each, positions) for each in everyones):
+                self._require_part(call)
+            part, documents = positions.shape[1], self._documents(everyones, mask)
         else:
+            self._require_part(call)
             rows, part = next(tensor.shape[:2] for tensor in tensors_in(call) if tensor.dim() >= 2)
             documents = [((0, part * self.group.size),)] * rows
         return SplitBatch(
@@ -133,10 +157,19 @@ class SplitForward:
             proving=self._proving,
         )
 
-    def _documents(self, positions: Tensor, mask: Tensor | None) -> list[Documents]:
-        sent = torch.stack([positions, positions if mask is None else mask.to(positions.dtype)])
-        whole = self._layout.join(torch.cat(gather_plain(sent, self.group), 2), 2)
-        return documents_of(whole[0], None if mask is None else whole[1])
+    def _require_part(self, call: Any) -> None:
+        """Refuse a call of which no argument was split, where positions do not say that it was."""
+        if not self._proving and not self._parts.has(call):
+            raise ContractError(
+                "parallel.sequence: the model was called with samples that were not split, which it would take for "
+                "parts of longer ones; read engine.batches(loader), or call engine.split_sequence(tensor). Accelerate, "
+                "the Trainer, TRL and Lightning do not split samples: train with unishard's own loop"
+            )
+
+    def _documents(self, everyones: Sequence[Tensor], mask: Tensor | None) -> list[Documents]:
+        whole = self._layout.join(torch.cat([*everyones], 1), 1)
+        masks = None if mask is None else self._layout.join(torch.cat(gather_plain(mask, self.group), 1), 1)
+        return documents_of(whole, masks)
 
     def _items(self, labels: Tensor) -> Tensor:
         """What this rank divides the sum of its losses by, so that the ranks' mean is the mean of the micro-batch."""
@@ -158,6 +191,7 @@ class SplitForward:
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._balance.end()
+        self.leave()
 
 
 def _takes(signature: inspect.Signature, name: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -16,11 +15,11 @@ from unishard.data.batches import to_device
 from unishard.data.digest import of_value
 from unishard.distributed.nested_tensors import replace_tensors, tensors_in
 from unishard.errors import ContractError, DataError
-from unishard.sequence import context
 from unishard.sequence.batches import BatchSplitter
 from unishard.sequence.exchange import gather_plain
 from unishard.sequence.forward import SplitForward
 from unishard.sequence.group import make_group
+from unishard.sequence.known_parts import KnownParts
 from unishard.sequence.layout import PositionLayout
 from unishard.sequence.proof import prove
 from unishard.sequence.transformers_models import counts_positions_itself
@@ -37,11 +36,10 @@ class SplitSequences:
         """
         self._model = model
         self._proved = False
-        self._parts: list[ref[Tensor]] = []
-        """Tensors of batches that were split, as long as something else holds them."""
+        self._parts = KnownParts()
         self.group = make_group(section.size)
         self._layout = PositionLayout(section.size, balanced=section.method == "allgather")
-        self.forward = SplitForward(model, self.group, self._layout, section.method)
+        self.forward = SplitForward(model, self.group, self._layout, section.method, self._parts)
         self._splitter = BatchSplitter(
             self.group,
             self._layout,
@@ -59,8 +57,7 @@ class SplitSequences:
         """
         self._require_same(batch)
         result = self._splitter.split(to_device(batch, device))
-        self._parts = [part for part in self._parts if part() is not None]
-        self._parts += [ref(tensor) for tensor in tensors_in(result)]
+        self._parts.add(result)
         return result
 
     def prove(self, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
@@ -85,8 +82,7 @@ class SplitSequences:
         Raises:
             ContractError: `call` has parts of samples.
         """
-        parts = [part() for part in self._parts]
-        if any(tensor is part for tensor in tensors_in(call) for part in parts):
+        if self._parts.has(call):
             raise ContractError(
                 "generate needs whole prompts, but got a part of a batch of engine.batches; read the loader itself: "
                 "for batch in loader"
@@ -96,7 +92,9 @@ class SplitSequences:
 
     def part(self, tensor: Tensor, fill: float = 0) -> Tensor:
         """This rank's part of a whole tensor, `[batch, sequence, ...]`."""
-        return self._splitter.part(tensor, fill=fill)
+        part = self._splitter.part(tensor, fill=fill)
+        self._parts.add(part)
+        return part
 
     def whole(self, part: Tensor) -> Tensor:
         """The whole tensor, of the parts of all ranks of the group, `[batch, part, ...]`. Collective in the group."""
@@ -104,7 +102,7 @@ class SplitSequences:
 
     def joined(self, data: Any) -> Any:
         """Data with whole sequences in the place of parts of the last forward's length. Collective in the group."""
-        split = context.current
+        split = self.forward.last
         if split is None:
             return data
 

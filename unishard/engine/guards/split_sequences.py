@@ -33,6 +33,24 @@ class MixedPositions(Guard):
         yield
 
 
+class RecomputedAttention(Guard):
+    """Lets attention that runs again in backward see whole sequences.
+
+    Without it: recomputed attention of a model of your own sees only this rank's part, and trains wrongly in silence.
+    """
+
+    def __init__(self, sequences: SplitSequences) -> None:
+        self._sequences = sequences
+
+    def before_backward(self, loss: Tensor, call: ComparedCall) -> None:
+        """Enter the micro-batch again."""
+        self._sequences.forward.enter()
+
+    def after_backward(self) -> None:
+        """Leave it."""
+        self._sequences.forward.leave()
+
+
 class UnweighedLoss(Guard):
     """Refuses the mean loss of a part: parts have different numbers of labels, so the mean of means is another loss.
 
