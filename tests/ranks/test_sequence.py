@@ -126,9 +126,15 @@ REFUSED = {
 }
 
 
-@in_ranks(cells=tuple((BACKENDS[number % 2], name) for number, name in enumerate(REFUSED)))
-def test_what_mixes_positions_elsewhere_is_named(backend, name):
-    cfg = configured(backend)
+@in_ranks(
+    cells=tuple(
+        (BACKENDS[(number + first) % 2], name, precision)
+        for number, name in enumerate(REFUSED)
+        for first, precision in enumerate(("fp32",))
+    )
+)
+def test_what_mixes_positions_elsewhere_is_named(backend, name, precision):
+    cfg = configured(backend, precision=precision)
     with unishard.prepare(build(name), cfg) as engine:
         batch = next(iter(engine.batches(unishard.dataloader(Packed(), cfg, shuffle=False))))
         message = refused(engine, batch["input_ids"], batch["position_ids"])
@@ -236,9 +242,15 @@ def test_masks(backend):
 
 @in_ranks(cells=EACH)
 def test_samples_that_were_not_split_are_refused(backend):
-    """As in a loop that reads its loader itself, or that of a framework."""
+    """As in a loop that reads its loader itself, or that of a framework; nor are parts without what belongs to them."""
     cfg, batch = configured(backend), batch_of(Packed(), 0)
     with unishard.prepare(build("llama"), cfg) as engine:
+        yielded = next(iter(engine.batches([batch])))
+        tokens = {"input_ids": yielded["input_ids"], "labels": yielded["labels"]}
+        without_shift = refused(lambda: engine(**tokens, position_ids=yielded["position_ids"]))
+        engine.discard()
+        of_part = refused(lambda: engine(**tokens))
+        engine.discard()
         whole = refused(lambda: engine(**batch))
         engine.discard()
         without_positions = refused(lambda: engine(input_ids=batch["input_ids"], labels=batch["labels"]))
@@ -251,6 +263,8 @@ def test_samples_that_were_not_split_are_refused(backend):
     assert "samples that were not split" in whole
     assert "samples that were not split" in without_positions
     assert "pixel_values" in image
+    assert "without shift_labels" in without_shift
+    assert "without position_ids" in of_part
     assert shape == (2, 12, 64)
 
 

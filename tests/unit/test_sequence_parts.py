@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import unishard
-from unishard.config.readers import reader_of
+from unishard.config.data_share import data_share_of
 from unishard.errors import ConfigError, DataError
 from unishard.sequence.batches import BatchSplitter
 from unishard.sequence.context import KeyRule
@@ -157,7 +157,12 @@ def test_batches_without_keys_are_split_as_they_are() -> None:
 def test_a_number_stands_for_the_size() -> None:
     cfg = unishard.load({"parallel": {"sequence": 4}})
     assert cfg.parallel.sequence.size == 4
-    assert [reader_of(cfg, rank, 8) for rank in (0, 3, 4, 7)] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [data_share_of(cfg, unishard.Topology(8, 8, rank)) for rank in (0, 3, 4, 7)] == [
+        (0, 2),
+        (0, 2),
+        (1, 2),
+        (1, 2),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from typing import Any
 
 from unishard.config import Config, leaves, value_at
 from unishard.config.batch_sizes import check_batch
+from unishard.config.data_share import data_share_of
 from unishard.config.describe import bare
 from unishard.config.loading import Origins
 from unishard.config.nested import flat
-from unishard.config.readers import reader_of
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.rules import Fit
@@ -64,7 +64,7 @@ def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> 
         ConfigError: The config contradicts the number of ranks, or a backend rejects a key of `native`.
     """
     topology = topology or Topology()
-    computed = {"training.global_batch_size": check_batch(cfg.training, reader_of(cfg, 0, topology.world_size).shares)}
+    computed = {"training.global_batch_size": check_batch(cfg.training, data_share_of(cfg, topology).of)}
     reports = {name: list(translate(cfg, backend=name, topology=topology).report) for name in registry.available()}
     rows = []
     for path, _ in leaves(Config):

@@ -21,8 +21,8 @@ from unishard.config import (
     SequenceParallel,
     Training,
 )
+from unishard.config.data_share import DataShare
 from unishard.config.nested import Native
-from unishard.config.readers import DataShare
 from unishard.config.topology import Topology
 from unishard.contract.footprint import Footprint
 from unishard.contract.model_shape import ModelShape
@@ -204,7 +204,7 @@ class RunPlan:
     loop: Training
     sequence: SequenceParallel
     """The section, with the method that suits the model."""
-    reader: DataShare
+    data_share: DataShare
     """Which share of the data this rank reads."""
     checkpoint: Checkpoint
     observe: ObserveSpec

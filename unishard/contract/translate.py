@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from unishard.config import Config, expect_config
 from unishard.config.batch_sizes import check_batch
-from unishard.config.readers import check_sequence, reader_of
+from unishard.config.data_share import data_share_of
 from unishard.config.shard_groups import check_groups
 from unishard.config.topology import Topology
 from unishard.contract import registry
@@ -35,8 +35,7 @@ def translate(cfg: Config, *, backend: str | None = None, topology: Topology | N
     expect_config(cfg)
     topology = topology or Topology()
     require_installed(cfg)
-    check_sequence(cfg, topology)
-    check_batch(cfg.training, reader_of(cfg, topology.rank, topology.world_size).shares)
+    check_batch(cfg.training, data_share_of(cfg, topology).of)
     check_groups(cfg, topology)
     return registry.get(backend or cfg.backend).translate(cfg, topology)
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from unishard.config import Config, expect_config
+from unishard.config.data_share import data_share_of
 from unishard.config.describe import count_of
-from unishard.config.readers import reader_of
 from unishard.config.topology import Topology
 from unishard.data.sampler import ShareSampler
 from unishard.data.seeds import seed_of
@@ -238,6 +238,7 @@ def dataloader(
         refused: Nothing: torch's other options are set by the config or by unishard.
 
     Raises:
+        ConfigError: `parallel.sequence.size` does not divide the ranks.
         DataError: The dataset is iterable-style, empty, or too small for `drop_last`; or an option is set by the
             config.
         TypeError: There is no such option.
@@ -264,12 +265,12 @@ def dataloader(
             "yourself "
             "(Hugging Face: datasets.distributed.split_dataset_by_node) and pass its loader to engine.batches()"
         )
-    reader = reader_of(cfg, *_place())
+    share = data_share_of(cfg, _topology())
     sampler = ShareSampler(
         len(dataset),
         cfg.training.micro_batch_size,
-        rank=reader.share,
-        world_size=reader.shares,
+        rank=share.number,
+        world_size=share.of,
         seed=cfg.training.seed,
         shuffle=shuffle,
         drop_last=drop_last,
@@ -289,9 +290,8 @@ def dataloader(
     )
 
 
-def _place() -> tuple[int, int]:
-    """Rank and world size, also before `prepare` has initialized the process group."""
+def _topology() -> Topology:
+    """Of the process group; before `prepare` has initialized it, of the launcher's variables."""
     if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    topology = Topology.from_environment()
-    return topology.rank, topology.world_size
+        return Topology(dist.get_world_size(), rank=dist.get_rank())
+    return Topology.from_environment()

@@ -79,7 +79,7 @@ class Engine(OtherNames, Process):
         self._evaluation = Evaluation(adapter, order, self._buffers, sequences, trains=training is not None)
         self._batching = Batching(
             plan.loop,
-            plan.reader,
+            plan.data_share,
             to_device if sequences is None else sequences.place,
             module,
             adapter.device,

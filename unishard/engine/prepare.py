@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 
 import torch
@@ -103,11 +103,15 @@ def prepare(
         _require_new(model)
         _free_closed_engines()
         plan = resolve(model, cfg, topology, optimizer, scheduler, train=train)
-        sequences = SplitSequences(model, plan.sequence) if plan.sequence.on else None
-        adapter = _shard(model, plan)
-        with _closed_on_error(adapter):
+        with ExitStack() as on_error:
+            sequences = SplitSequences(model, plan.sequence) if plan.sequence.on else None
+            if sequences is not None:
+                on_error.callback(sequences.close)
+            adapter = _shard(model, plan)
+            on_error.callback(adapter.close)
             _verify(adapter, plan)
             engine = Engine(adapter, plan, sequences)
+            on_error.pop_all()  # from here on the engine closes them
         return engine if plan.optimizer is None else _begin(engine, plan, reseed=reseed)
 
 
@@ -160,15 +164,6 @@ def _shard(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     if plan.engine is not None:
         return plan.backend.build(model, plan)
     return ReplicaAdapter(model, planned.precision, devices.device_of(plan.topology), casting)
-
-
-@contextmanager
-def _closed_on_error(adapter: InferenceAdapter) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        adapter.close()
-        raise
 
 
 def _verify(adapter: InferenceAdapter, plan: RunPlan) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Config, leaves, value_at
-from unishard.config.readers import reader_of
+from unishard.config.data_share import data_share_of
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.contract import registry, tested_versions
@@ -116,7 +116,7 @@ def resolve(
         optimizer=setup,
         loop=cfg.training,
         sequence=sequence_of(model, cfg.parallel.sequence),
-        reader=reader_of(cfg, topology.rank, topology.world_size),
+        data_share=data_share_of(cfg, topology),
         checkpoint=cfg.checkpoint,
         observe=observe_spec(cfg, text),
         memory=_memory(backend, shape, cfg, topology),

@@ -58,7 +58,7 @@ class BatchSplitter:
         Raises:
             DataError: The batch has no sequence.
         """
-        length = _length(batch)
+        length = length_of(batch)
         if length is None:
             raise DataError(
                 "parallel.sequence found no sequence in a batch: no tensor has a second dimension; name the keys in "
@@ -147,10 +147,12 @@ def _positions(whole: Tensor, lengths: Tensor | None) -> Tensor:
     return torch.stack([torch.cat([torch.arange(each) for each in of_row]) for of_row in documents]).to(whole.device)
 
 
-def _length(batch: Any) -> int | None:
-    """The length of the sequences: that of the inputs, else of the first tensor with two dimensions."""
+def length_of(batch: Any) -> int | None:
+    """The length of the sequences: that of the inputs, else of the first tensor with two dimensions, but for a mask of
+    four.
+    """
     if isinstance(batch, Mapping):
-        whole = next((batch[name] for name in _INPUTS if isinstance(batch.get(name), Tensor)), None)
-        if whole is not None:
-            return int(whole.shape[1])
-    return next((int(tensor.shape[1]) for tensor in tensors_in(batch) if tensor.dim() >= 2), None)
+        inputs = next((batch[name] for name in _INPUTS if isinstance(batch.get(name), Tensor)), None)
+        if inputs is not None:
+            return int(inputs.shape[1])
+    return next((int(tensor.shape[1]) for tensor in tensors_in(batch) if tensor.dim() in (2, 3)), None)

@@ -104,6 +104,14 @@ class SplitForward:
             hook.remove()
         self._restore()
 
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check that a call has parts of samples, with their positions. Collective in the group.
+
+        Raises:
+            ContractError: It has not.
+        """
+        self._split_batch(self._given(args, kwargs), (args, kwargs))
+
     def enter(self) -> None:
         """From now on, parts of the last forward may run once more."""
         context.current = self.last
@@ -139,13 +147,14 @@ class SplitForward:
         if isinstance(positions, Tensor):
             positions = positions if positions.dim() == 2 else positions.reshape(-1, *positions.shape[-2:])[0]
             everyones = gather_plain(positions, self.group)
-            if all(torch.equal(each, positions) for each in everyones):
-                self._require_part(call)
+            self._require_split(call, everyones)
             part, documents = positions.shape[1], self._documents(everyones, mask)
         else:
-            self._require_part(call)
-            rows, part = next(tensor.shape[:2] for tensor in tensors_in(call) if tensor.dim() >= 2)
-            documents = [((0, part * self.group.size),)] * rows
+            inputs = next(tensor for tensor in tensors_in(call) if tensor.dim() in (2, 3))
+            self._require_split(call, gather_plain(inputs, self.group))
+            self._require_positions()
+            part = inputs.shape[1]
+            documents = [((0, part * self.group.size),)] * len(inputs)
         return SplitBatch(
             group=self.group,
             layout=self._layout,
@@ -157,9 +166,23 @@ class SplitForward:
             proving=self._proving,
         )
 
-    def _require_part(self, call: Any) -> None:
-        """Refuse a call of which no argument was split, where positions do not say that it was."""
-        if not self._proving and not self._parts.has(call):
+    def _require_positions(self) -> None:
+        """Refuse a model that would count positions from 0 in each part."""
+        if is_transformers(self._model) and _takes(self._signature, "position_ids"):
+            raise ContractError(
+                "parallel.sequence: the model was called without position_ids, and would count them anew in each part; "
+                "pass all that engine.batches yields: engine(**batch), or put position_ids into the batches"
+            )
+
+    def _require_split(self, call: Any, everyones: Sequence[Tensor]) -> None:
+        """Refuse a call with whole samples.
+
+        Args:
+            call: None of its tensors is a part of a batch, unless the script has made others of them.
+            everyones: The positions, or the inputs, of all ranks of the group, which differ in parts of a sample.
+        """
+        alike = all(torch.equal(theirs, everyones[0]) for theirs in everyones)
+        if (alike or not self._parts.any) and not self._proving and not self._parts.has(call):
             raise ContractError(
                 "parallel.sequence: the model was called with samples that were not split, which it would take for "
                 "parts of longer ones; read engine.batches(loader), or call engine.split_sequence(tensor). Accelerate, "

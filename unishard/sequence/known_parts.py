@@ -15,9 +15,12 @@ class KnownParts:
 
     def __init__(self) -> None:
         self._parts: list[ref[Tensor]] = []
+        self.any = False
+        """Whether anything was split."""
 
     def add(self, value: Any) -> None:
         """Know the tensors in a value."""
+        self.any = True
         self._parts = [part for part in self._parts if part() is not None]
         self._parts += [ref(tensor) for tensor in tensors_in(value)]
 

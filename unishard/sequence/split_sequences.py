@@ -69,9 +69,11 @@ class SplitSequences:
             kwargs: Likewise.
 
         Raises:
+            ContractError: The samples were not split.
             ModelError: On every rank: something does; names the module.
         """
         if not self._proved:
+            self.forward.check(args, kwargs)
             prove(self._model, run, self.forward, args, kwargs)
             self._proved = True
 

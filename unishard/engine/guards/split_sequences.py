@@ -50,6 +50,10 @@ class RecomputedAttention(Guard):
         """Leave it."""
         self._sequences.forward.leave()
 
+    def forget(self) -> None:
+        """Leave it after a backward that did not end."""
+        self._sequences.forward.leave()
+
 
 class UnweighedLoss(Guard):
     """Refuses the mean loss of a part: parts have different numbers of labels, so the mean of means is another loss.

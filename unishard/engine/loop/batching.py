@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unishard.config import Training
-from unishard.config.readers import DataShare
+from unishard.config.data_share import DataShare
 from unishard.contract.training_facts import PassFacts
 from unishard.data.batches import Place, Window, length_of, windows
 from unishard.data.loader import ShareLoader
@@ -37,7 +37,7 @@ class Batching:
     def __init__(
         self,
         training: Training,
-        reader: DataShare,
+        share: DataShare,
         place: Place,
         module: nn.Module,
         device: torch.device,
@@ -54,8 +54,8 @@ class Batching:
         self._observers = observers
         self._warn = warn
         self._place = place
-        self._checks = LoaderChecks(training, warn, sharing=dist.get_world_size() // reader.shares)
-        self.training = TrainingPasses(order, warn, reader)
+        self._checks = LoaderChecks(training, warn, sharing=dist.get_world_size() // share.of)
+        self.training = TrainingPasses(order, warn, share)
         """The passes in training mode, and the position in the data."""
 
     def batches(self, loader: Iterable[Any], *, progress: bool) -> Passes[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from unishard.config.readers import DataShare
+from unishard.config.data_share import DataShare
 from unishard.contract.training_facts import PassFacts
 from unishard.data import epochs, position
 from unishard.data.epochs import Epochs
@@ -116,8 +116,8 @@ class TrainingPasses:
     before it.
     """
 
-    def __init__(self, order: CallOrder, warn: Callable[[str], None], reader: DataShare) -> None:
-        self._order, self._warn, self._reader = order, warn, reader
+    def __init__(self, order: CallOrder, warn: Callable[[str], None], share: DataShare) -> None:
+        self._order, self._warn, self._share = order, warn, share
         self._now: TrainingPass | None = None
         self._updates = 0
         """When a window was last read."""
@@ -155,7 +155,7 @@ class TrainingPasses:
             )
         if position.is_stateful(inner):
             begun.resumed, self.resumed = self.resumed, None
-            done = 0 if begun.resumed is None else position.resume(inner, *begun.resumed, *self._reader)
+            done = 0 if begun.resumed is None else position.resume(inner, *begun.resumed, *self._share)
             if isinstance(inner, ShareLoader):
                 inner.require_enough_samples()
                 self._epochs.join(inner)
@@ -234,7 +234,7 @@ class TrainingPasses:
             the last one has no `state_dict` and `load_state_dict`.
         """
         if self.resumed is not None:
-            return position.of_rank(*self.resumed, *self._reader)
+            return position.of_rank(*self.resumed, *self._share)
         self._settle()
         return None if self._mixed or self._now is None else self._now.position()
 
@@ -249,7 +249,7 @@ class TrainingPasses:
         """Batches that the next pass over a loader will yield; None if unknown."""
         if self.resumed is None or not position.is_stateful(inner):
             return position.batches_left(inner)
-        return position.left_after(inner, *self.resumed, *self._reader)
+        return position.left_after(inner, *self.resumed, *self._share)
 
     def resume(self, positions: Sequence[Position | None], world_then: int, passes: PassFacts | None = None) -> None:
         """Let the next training loader resume at the position of another run.

@@ -12,8 +12,8 @@ from pathlib import Path
 from unishard.checkpoint import finding, manifest
 from unishard.config import Checkpoint, Config
 from unishard.config.batch_sizes import check_batch
+from unishard.config.data_share import data_share_of
 from unishard.config.describe import bare
-from unishard.config.readers import check_sequence, reader_of
 from unishard.config.shard_groups import check_groups
 from unishard.config.topology import Topology
 from unishard.contract import registry, tested_versions
@@ -31,9 +31,7 @@ def refusals_of(cfg: Config, topology: Topology) -> Iterator[Problem]:
 
     Imports an engine only where a field needs it.
     """
-    yield from _raised_by(lambda: check_sequence(cfg, topology))
-    shares = reader_of(cfg, topology.rank, topology.world_size).shares
-    yield from _raised_by(lambda: check_batch(cfg.training, max(1, shares)))
+    yield from _raised_by(lambda: check_batch(cfg.training, data_share_of(cfg, topology).of))
     yield from _raised_by(lambda: check_groups(cfg, topology))
     unknown = list(_raised_by(lambda: require_installed(cfg)))
     yield from unknown

@@ -16,20 +16,14 @@ from unishard.errors import ConfigError, Problem
 class DataShare(NamedTuple):
     """One of equal shares of the data."""
 
-    share: int
+    number: int
     """Which one a rank reads, from 0."""
-    shares: int
+    of: int
     """How many there are: as many as ranks, or as groups that share samples."""
 
 
-def reader_of(cfg: Config, rank: int, world_size: int) -> DataShare:
-    """The share of a rank."""
-    size = cfg.parallel.sequence.size
-    return DataShare(rank // size, world_size // size)
-
-
-def check_sequence(cfg: Config, topology: Topology) -> None:
-    """Check that the groups that share samples fit the topology.
+def data_share_of(cfg: Config, topology: Topology) -> DataShare:
+    """The share of a rank.
 
     Raises:
         ConfigError: `parallel.sequence.size` does not divide the ranks.
@@ -40,3 +34,4 @@ def check_sequence(cfg: Config, topology: Topology) -> None:
         instead = f"write {' or '.join(fitting)}, or start another number of ranks" if fitting else "start more ranks"
         what = f"is {size}, which does not divide {count_of(world, 'rank')}; {instead}"
         raise ConfigError([Problem("parallel.sequence.size", what)])
+    return DataShare(topology.rank // size, world // size)
