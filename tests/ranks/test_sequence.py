@@ -130,7 +130,7 @@ REFUSED = {
     cells=tuple(
         (BACKENDS[(number + first) % 2], name, precision)
         for number, name in enumerate(REFUSED)
-        for first, precision in enumerate(("fp32",))
+        for first, precision in enumerate(("fp32", "bf16"))
     )
 )
 def test_what_mixes_positions_elsewhere_is_named(backend, name, precision):

@@ -1,9 +1,9 @@
 """Proves that attention is all in a model that mixes positions, by two small forwards.
 
 Attention is replaced by something that leaves each position by itself. Then a few positions of every rank's part run
-once all together, and once each rank's own by themselves. Where both give the same, nothing else in the model looks at
-another position: no convolution, recurrence, state space, pooling, attention by own code, position counted in the
-forward, or loss over the whole sequence.
+all together, once more with other tokens in the parts of the other ranks, and each rank's own by themselves. Where all
+give the same for its own, nothing else in the model looks at another position: no convolution, recurrence, state space,
+pooling, attention by own code, position counted in the forward, or loss over the whole sequence.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ from unishard.sequence.group import SequenceGroup
 
 _POSITIONS = 8
 """Of each rank's part."""
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Of the largest element: what products in other shapes round, with much room; a mixed position changes more."""
-
+_OTHER_SHAPES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Of the largest element: what products in other shapes round, with much room; a position counted anew changes more."""
+_SAME_SHAPES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.005, torch.float16: 1e-3}
+"""What products in the same shapes may round, where experts get a token at another place."""
+_KEPT = ("position_ids", "labels", "shift_labels", "attention_mask")
+"""What is not tokens."""
 _OF_POSITIONS = 3
 """Dimensions of `[batch, positions, ...]`."""
 _ROUTED = 1 / 8
@@ -41,6 +44,15 @@ Run = Callable[..., Any]
 class _Probe(NamedTuple):
     args: Any
     kwargs: dict[str, Any]
+
+
+class _Runs(NamedTuple):
+    """What the three forwards made of one thing."""
+
+    whole: Any
+    other: Any
+    """Of all positions, with other tokens in the parts of the other ranks."""
+    part: Any
 
 
 def prove(model: nn.Module, run: Run, forward: SplitForward, args: Any, kwargs: dict[str, Any]) -> None:
@@ -58,16 +70,16 @@ def prove(model: nn.Module, run: Run, forward: SplitForward, args: Any, kwargs: 
     """
     group = forward.group
     part, whole = _probes(group, args, kwargs)
+    probes = _Runs(whole, _with_other_tokens(whole, part, group), part)
     with _quiet(model), forward.proof():
-        same = _equal(run(*whole.args, **whole.kwargs), run(*part.args, **part.kwargs), group)
-        if _on_all(same, group):
+        if _on_all(_alone(_Runs(*(run(*probe.args, **probe.kwargs) for probe in probes)), group)):
             return
-        with _recorded(model) as calls:
-            run(*whole.args, **whole.kwargs)
-            of_whole = dict(calls)
-            calls.clear()
-            run(*part.args, **part.kwargs)
-    name = _first_named(_first_different(of_whole, calls, group))
+        calls = []
+        for probe in probes:
+            with _recorded(model) as of_modules:
+                run(*probe.args, **probe.kwargs)
+            calls.append(of_modules)
+    name = _first_named(_first_mixing(_Runs(*calls), group))
     raise ModelError(_refusal(model, name, shifts="labels" in kwargs and "shift_labels" not in kwargs))
 
 
@@ -91,6 +103,23 @@ def _probes(group: SequenceGroup, args: Any, kwargs: dict[str, Any]) -> tuple[_P
         own.pop("attention_mask", None)  # under which transformers does not keep documents apart
     part = _Probe(replace_tensors(args, few), own)
     return part, _Probe(*replace_tensors(tuple(part), every))
+
+
+def _with_other_tokens(whole: _Probe, part: _Probe, group: SequenceGroup) -> _Probe:
+    """All positions, with the tokens of each other rank in the opposite order."""
+
+    def changed(whole: Tensor, part: Tensor) -> Tensor:
+        if whole.shape == part.shape:
+            return whole
+        spans = list(whole.chunk(group.size, 1))
+        return torch.cat([span if rank == group.rank else span.flip(1) for rank, span in enumerate(spans)], 1)
+
+    def replaced(whole: Any, part: Any) -> Any:
+        parts = iter(list(tensors_in(part)))
+        return replace_tensors(whole, lambda tensor: changed(tensor, next(parts)))
+
+    kwargs = {key: v if key in _KEPT else replaced(v, part.kwargs[key]) for key, v in whole.kwargs.items()}
+    return _Probe(replaced(whole.args, part.args), kwargs)
 
 
 def _labelled(key: str, value: Any, group: SequenceGroup) -> Any:
@@ -142,36 +171,51 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, _Recorded]]:
             hook.remove()
 
 
-def _first_different(wholes: Mapping[str, _Recorded], parts: Mapping[str, _Recorded], group: SequenceGroup) -> str:
-    """The first module whose output differs though its inputs do not; the model itself where there is none."""
-    for name, part in parts.items():
-        whole = wholes.get(name)
-        if whole is None or _equal(whole.output, part.output, group):
-            continue
-        if _equal(whole.inputs, part.inputs, group):
-            return name
+def _first_mixing(calls: _Runs, group: SequenceGroup) -> str:
+    """The first module of whose output its inputs do not say the difference; the model itself where there is none."""
+    name: str
+    for name in calls.part:
+        if all(name in of_modules for of_modules in calls):
+            outputs = _Runs(*(of_modules[name].output for of_modules in calls))
+            inputs = _Runs(*(of_modules[name].inputs for of_modules in calls))
+            if not _alone(outputs, group) and _alone(inputs, group):
+                return name
     return ""
 
 
-def _equal(whole: Any, part: Any, group: SequenceGroup) -> bool:
-    """Whether what a module makes of all positions has in it what it makes of this rank's."""
-    wholes, parts = list(tensors_in(whole)), list(tensors_in(part))
-    return len(wholes) == len(parts) and all(_holds(*pair, group) for pair in zip(wholes, parts, strict=True))
+def _alone(runs: _Runs, group: SequenceGroup) -> bool:
+    """Whether what was made of this rank's positions is the same in all runs."""
+    wholes, others, parts = (list(tensors_in(made)) for made in runs)
+    return len(wholes) == len(others) == len(parts) and all(
+        _undisturbed(whole, other, part, group) and _holds(whole, part, group)
+        for whole, other, part in zip(wholes, others, parts, strict=True)
+    )
+
+
+def _undisturbed(whole: Tensor, other: Tensor, part: Tensor, group: SequenceGroup) -> bool:
+    """Whether other tokens elsewhere change nothing here; of a loss they may."""
+    if whole.shape != other.shape or whole.numel() != group.size * part.numel() or not part.numel():
+        return True
+    return _close(_own_positions(whole, part, group), _own_positions(other, part, group), _SAME_SHAPES)
 
 
 def _holds(whole: Tensor, part: Tensor, group: SequenceGroup) -> bool:
+    """Whether what all positions make has in it what this rank's make."""
     if whole.numel() == group.size * part.numel() and part.numel():
-        # As [batch, positions, ...]; also of outputs that have both in one dimension, and heads before positions.
         whole = _own_positions(whole, part, group)
-    if whole.shape != part.shape:
+    return _close(whole, part, _OTHER_SHAPES)
+
+
+def _close(one: Tensor, other: Tensor, room: Mapping[torch.dtype, float]) -> bool:
+    if one.shape != other.shape:
         return False
-    if not whole.is_floating_point():
-        return bool(torch.equal(whole, part))
-    if not whole.numel():
+    if not one.is_floating_point():
+        return bool(torch.equal(one, other))
+    if not one.numel():
         return True
-    room = _TOLERANCE.get(whole.dtype, 0.1) * float(whole.abs().max())
-    differs = ~torch.isclose(whole.float(), part.float(), rtol=0, atol=room, equal_nan=True)
-    if whole.dim() < _OF_POSITIONS or whole.dtype in (torch.float32, torch.float64):
+    atol = room.get(one.dtype, room[torch.bfloat16]) * float(one.abs().max())
+    differs = ~torch.isclose(one.float(), other.float(), rtol=0, atol=atol, equal_nan=True)
+    if one.dim() < _OF_POSITIONS or one.dtype in (torch.float32, torch.float64):
         return not bool(differs.any())
     return float(differs.flatten(2).any(-1).float().mean()) <= _ROUTED
 
@@ -188,7 +232,7 @@ def _own_positions(whole: Tensor, part: Tensor, group: SequenceGroup) -> Tensor:
     return rows[:, group.rank].reshape(part.shape)
 
 
-def _on_all(same: bool, group: SequenceGroup) -> bool:
+def _on_all(same: bool) -> bool:
     equal = torch.tensor([same], dtype=torch.int32, device=_device())
     dist.all_reduce(equal, op=dist.ReduceOp.MIN)
     return bool(equal.item())
