@@ -9,6 +9,7 @@ import torch
 from harness import BACKENDS, config, in_ranks, my_rank, refused
 from harness.training import EACH, EVERY
 from sequence_models import LENGTH, TRANSFORMERS, Packed, batch_of, build, data_for
+from torch import nn
 from torch.nn import functional
 
 import unishard
@@ -289,3 +290,14 @@ def test_recomputed_attention_of_an_own_model(backend):
     assert alone.shape == (2, LENGTH, 64)
     for name, gradient in gradients.items():
         torch.testing.assert_close(own[name], gradient, rtol=0, atol=1e-6)
+
+
+@in_ranks(cells=EACH)
+def test_a_prepare_that_fails_leaves_the_model_as_it_was(backend):
+    model = build("windows")
+    model.transposed = nn.Parameter(model.lm_head.weight.t())  # shares memory, which is refused when it is sharded
+    message = refused(unishard.prepare, model, configured(backend))
+    hooks = [*model._forward_hooks, *model._forward_pre_hooks]
+    assert "share memory" in message
+    assert model.config._attn_implementation == "sdpa"
+    assert hooks == []

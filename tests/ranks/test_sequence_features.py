@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import BACKENDS, in_ranks
+from harness import BACKENDS, in_ranks, refused
 from harness.training import OTHER
 from sequence_models import build, data_for
 from test_sequence import assert_equal, compared, configured, expected, trained
 from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import unishard
 
@@ -79,3 +80,24 @@ def test_a_released_model_is_as_before(backend):
         engine.framework.release()
     assert model.config._attn_implementation == "sdpa"
     assert model(**batch).loss.item() == before
+
+
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+def test_a_loader_that_knows_its_own_position_is_not_given_that_of_another_share(backend, root):
+    """Both ranks have read one share; without groups there would be two."""
+    cfg = configured(backend).override("training.gradient_accumulation_steps=1")
+    folder = f"{root}/{backend}-shares"
+    with unishard.prepare(build("windows"), cfg) as engine:
+        for batch in engine.batches(StatefulDataLoader(data_for("windows"), batch_size=2)):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+            break
+        engine.save(folder)
+    messages = {}
+    for size in (2, 1):
+        with unishard.prepare(build("windows"), cfg.override(f"parallel.sequence={size}")) as engine:
+            engine.load(folder)
+            loader = StatefulDataLoader(data_for("windows"), batch_size=2)
+            messages[size] = refused(lambda engine=engine, loader=loader: next(iter(engine.batches(loader))))
+    assert messages[2] == "nothing"
+    assert "cannot be resumed" in messages[1]
