@@ -25,11 +25,14 @@ from unishard.engine.guards.guarded_module import GuardedModule
 from unishard.engine.guards.inference_mode import InferenceInForward
 from unishard.engine.guards.inplace_writes import InplaceWrites
 from unishard.engine.guards.late_unfreezing import LateUnfreezing
+from unishard.engine.guards.mixed_positions import MixedPositions
 from unishard.engine.guards.other_parameters import OtherParameters
 from unishard.engine.guards.outside_batches import OutsideBatches
 from unishard.engine.guards.reached_parameters import ReachedParameters
+from unishard.engine.guards.recomputed_attention import RecomputedAttention
 from unishard.engine.guards.skipped_updates import SkippedUpdates
 from unishard.engine.guards.unfit_loss import UnfitLoss
+from unishard.engine.guards.unweighed_loss import UnweighedLoss
 from unishard.engine.guards.written_parameters import WrittenParameters
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.call_order import CallOrder
@@ -41,6 +44,7 @@ from unishard.engine.optim.optimizer_calls import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.torch_schedule import TorchSchedule
 from unishard.observe.observer import Observers
+from unishard.sequence.split_sequences import SplitSequences
 
 
 def order_of_calls(adapter: InferenceAdapter, plan: RunPlan) -> CallOrder:
@@ -131,6 +135,11 @@ def _of_shards(adapter: EngineAdapter, plan: RunPlan, order: CallOrder) -> list[
         ForwardGradients(inner, order, adapter.gradients_in_forward),
         InferenceInForward(inner),
     ]
+
+
+def guards_of_sequences(adapter: EngineAdapter, sequences: SplitSequences) -> list[Guard]:
+    """Those where each rank has a part of a sequence."""
+    return [MixedPositions(adapter, sequences), UnweighedLoss(sequences), RecomputedAttention(sequences)]
 
 
 def guarded_module(adapter: InferenceAdapter, plan: RunPlan, order: CallOrder, evaluation: Evaluation) -> GuardedModule:

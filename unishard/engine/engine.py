@@ -21,13 +21,18 @@ from unishard.contract.plan import RunPlan
 from unishard.contract.results import Resumed, Step
 from unishard.data.batches import Window, to_device
 from unishard.data.warn_once import WarnOnce
-from unishard.engine.assembly import guarded_module, order_of_calls, training_guards, training_windows
+from unishard.engine.assembly import (
+    guarded_module,
+    guards_of_sequences,
+    order_of_calls,
+    training_guards,
+    training_windows,
+)
 from unishard.engine.entering import entered
 from unishard.engine.framework import Framework
 from unishard.engine.gradients import Gradients
 from unishard.engine.guards.edited_gradients import Shown
 from unishard.engine.guards.outside_batches import OutsideBatches
-from unishard.engine.guards.split_sequences import MixedPositions, RecomputedAttention, UnweighedLoss
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers
@@ -96,9 +101,7 @@ class Engine(OtherNames, Process):
             module.eval()
         else:
             guards = training_guards(training, plan, order, trainable, self._outside, shown)
-            if sequences is not None:
-                guards += [MixedPositions(training, sequences), UnweighedLoss(sequences)]
-                guards.append(RecomputedAttention(sequences))
+            guards += [] if sequences is None else guards_of_sequences(training, sequences)
             self._accumulation = training_windows(training, plan.optimizer, plan, order, self._observers, guards)
         self._checkpoints = SaveAndLoad(
             Run(

@@ -22,6 +22,11 @@ They are a list (`unishard.engine.assembly.training_guards`); the loop calls the
 | `equal_weights` | weights that differ between ranks | where calls are compared | a sum of bits on the device |
 | `outside_batches` | the same samples on all ranks, no position in the data | at updates | a hash of some inputs |
 | `ended_schedule`, `skipped_updates` | a run that trains nothing any more | always | a number |
+| `mixed_positions` | a layer that sees a part of a sequence | at the first forward | three small forwards |
+| `unweighed_loss` | a mean of parts with different numbers of labels | always | the last nodes of the graph of a loss |
+| `recomputed_attention` | attention over a part, in backward | always | an attribute |
+
+The last three are there with `parallel.sequence`.
 
 When: `Sampling` chooses the updates, and in each the micro-batches, that are looked at closely: all of the first ten
 updates, in which a habit shows, and later one micro-batch of one update in 40.
