@@ -92,7 +92,13 @@ def training_windows(
 
 
 def training_guards(
-    adapter: EngineAdapter, plan: RunPlan, order: CallOrder, trainable: Trainable, outside: OutsideBatches, shown: Shown
+    adapter: EngineAdapter,
+    plan: RunPlan,
+    order: CallOrder,
+    trainable: Trainable,
+    outside: OutsideBatches,
+    shown: Shown,
+    sequences: SplitSequences | None,
 ) -> list[Guard]:
     """The guards of a training loop, in the order in which they look. Collective."""
     module, full = adapter.module, plan.guard.full_weights
@@ -109,6 +115,7 @@ def training_guards(
         ForeignBackward(adapter, order),
         SkippedUpdates(),
         outside,
+        *([] if sequences is None else _of_sequences(adapter, sequences)),
     ]
     if order.compares_ranks:
         guards.append(EqualOptions(lambda: adapter.optimizer.param_groups, order))
@@ -137,7 +144,7 @@ def _of_shards(adapter: EngineAdapter, plan: RunPlan, order: CallOrder) -> list[
     ]
 
 
-def guards_of_sequences(adapter: EngineAdapter, sequences: SplitSequences) -> list[Guard]:
+def _of_sequences(adapter: EngineAdapter, sequences: SplitSequences) -> list[Guard]:
     """Those where each rank has a part of a sequence."""
     return [MixedPositions(adapter, sequences), UnweighedLoss(sequences), RecomputedAttention(sequences)]
 

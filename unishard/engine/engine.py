@@ -21,13 +21,7 @@ from unishard.contract.plan import RunPlan
 from unishard.contract.results import Resumed, Step
 from unishard.data.batches import Window, to_device
 from unishard.data.warn_once import WarnOnce
-from unishard.engine.assembly import (
-    guarded_module,
-    guards_of_sequences,
-    order_of_calls,
-    training_guards,
-    training_windows,
-)
+from unishard.engine.assembly import guarded_module, order_of_calls, training_guards, training_windows
 from unishard.engine.entering import entered
 from unishard.engine.framework import Framework
 from unishard.engine.gradients import Gradients
@@ -100,8 +94,7 @@ class Engine(OtherNames, Process):
         if training is None or plan.optimizer is None:
             module.eval()
         else:
-            guards = training_guards(training, plan, order, trainable, self._outside, shown)
-            guards += [] if sequences is None else guards_of_sequences(training, sequences)
+            guards = training_guards(training, plan, order, trainable, self._outside, shown, sequences)
             self._accumulation = training_windows(training, plan.optimizer, plan, order, self._observers, guards)
         self._checkpoints = SaveAndLoad(
             Run(
