@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard_fsdp.arguments.precision import DTYPES
 
 Form = Literal["fully_shard", "replicate", "DistributedDataParallel"]
+
+DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""torch's names of the config's dtypes."""
 
 _EVERY, _LAST = "every_micro_batch", "last_micro_batch"
 

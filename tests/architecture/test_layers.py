@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = [ROOT / name for name in ("unishard", "backends/unishard_fsdp", "backends/unishard_deepspeed", "dev")]
+PACKAGES = [
+    ROOT / name
+    for name in (
+        "unishard",
+        "backends/unishard_fsdp",
+        "backends/unishard_deepspeed",
+        "backends/unishard_arguments",
+        "dev",
+    )
+]
 FILES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 FORMATS = ROOT / "unishard" / "formats"
 CORE = [path for path in FILES if path.is_relative_to(ROOT / "unishard") and not path.is_relative_to(FORMATS)]

@@ -17,7 +17,8 @@ import pytest
 from unishard.contract.private_api import CORE_PRIVATE_API
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("unishard_deepspeed", "unishard_fsdp")
+BACKENDS = ("unishard_deepspeed", "unishard_fsdp")
+PACKAGES = (*BACKENDS, "unishard_arguments")
 ENGINES = ("torch", "deepspeed")
 OWN = {"self", "cls"}
 ALLOWED = {
@@ -259,7 +260,7 @@ def strings_asked_for(path: Path) -> Iterator[str]:
             )
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", BACKENDS)
 def test_each_name_in_the_table_is_used(package: str) -> None:
     text = "\n".join(
         path.read_text(encoding="utf-8") for path in files(package) if in_patches(path) and path.stem != "table"

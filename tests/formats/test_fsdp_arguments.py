@@ -146,7 +146,7 @@ def test_units_come_from_the_policy_and_its_classes():
     ("torch", "reduced"), [("2.14.1", "bf16"), ("2.15.0", "fp32"), ("3.0", "fp32"), ("not installed", "fp32")]
 )
 def test_what_fsdp2_reduces_in_depends_on_torch_unless_said(monkeypatch, torch, reduced):
-    monkeypatch.setattr("unishard_fsdp.arguments.precision.version_of", lambda package: torch)
+    monkeypatch.setattr("unishard_arguments.fsdp.precision.version_of", lambda package: torch)
     formats = {"param_dtype": "torch.bfloat16"}
     for native in ({"version": 2, "mixed_precision": formats}, {"mixed_precision": formats | {"reduce_dtype": None}}):
         effect = read(native)["mixed_precision.reduce_dtype"].effect

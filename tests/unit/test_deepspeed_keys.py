@@ -15,8 +15,8 @@ from unishard.contract.entries import NOTHING, Unreadable
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import translate as convert
+from unishard_arguments.deepspeed import ARGUMENTS
 from unishard_deepspeed import backend
-from unishard_deepspeed.arguments import ARGUMENTS
 from unishard_deepspeed.keys import CONSTANTS, ROWS, Row, Use, spellings, used
 from unishard_deepspeed.native import check, fit
 

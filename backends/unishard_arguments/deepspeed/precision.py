@@ -16,8 +16,8 @@ from unishard.contract.field_rows import exact, left_to_script, row
 from unishard.contract.key_rows import boolean, integer, number, rejected, sets
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, When, approximate, is_, unless, unsupported
+from unishard_arguments.deepspeed.facts import compute, dropped, may_compute, only, quiet, stage, undecided
 from unishard_deepspeed import fields
-from unishard_deepspeed.arguments.facts import compute, dropped, may_compute, only, quiet, stage, undecided
 from unishard_deepspeed.keys.values import dtype
 
 _ONLY_BUFFERS = "DeepSpeed keeps only buffers of these names in fp32; parameters of these names stay in it as well"

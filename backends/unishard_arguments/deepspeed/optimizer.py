@@ -13,7 +13,7 @@ from unishard.contract.field_rows import exact, row
 from unishard.contract.key_rows import boolean, drops, number
 from unishard.contract.render import AUTO
 from unishard.contract.rules import SCRIPT, Fit, Rule, equivalent, is_, unless
-from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
+from unishard_arguments.deepspeed.facts import ARGUMENTS, dropped, quiet, undecided
 
 _P = "optimizer.params."
 _NAMES = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion"}

@@ -13,8 +13,8 @@ from unishard.contract.field_rows import exact, row
 from unishard.contract.key_rows import boolean, drops, integer, listed, refuses, sets
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, When, equivalent, is_
+from unishard_arguments.deepspeed.facts import dropped, may_reach, only, quiet, spelt, stage, undecided, unless_auto
 from unishard_deepspeed import fields
-from unishard_deepspeed.arguments.facts import dropped, may_reach, only, quiet, spelt, stage, undecided, unless_auto
 
 _Z = "zero_optimization."
 _STAGES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")

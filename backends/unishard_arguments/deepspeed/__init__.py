@@ -14,7 +14,7 @@ from unishard.contract.fallbacks import rows
 from unishard.contract.render import AUTO, WrittenDocument, render
 from unishard.contract.rules import Fit, Rule
 from unishard.contract.templates import is_placeholder
-from unishard_deepspeed.arguments import batch, offload, optimizer, precision, rest, scheduler, zero
+from unishard_arguments.deepspeed import batch, offload, optimizer, precision, rest, scheduler, zero
 from unishard_deepspeed.keys import TAKES
 
 __all__ = ["ARGUMENTS"]

@@ -13,9 +13,9 @@ from unishard.contract.field_rows import exact, row
 from unishard.contract.key_rows import drops, integer, number
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, approximate, is_, needs_input, unless
+from unishard_arguments.deepspeed.facts import ARGUMENTS, dropped, quiet, undecided
+from unishard_arguments.deepspeed.optimizer import peak_of
 from unishard_deepspeed import fields
-from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
-from unishard_deepspeed.arguments.optimizer import peak_of
 
 _P = "scheduler.params."
 _SHAPES = {

@@ -13,8 +13,8 @@ from unishard.contract.field_rows import exact
 from unishard.contract.key_rows import boolean, number, one_of, text
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, equivalent, is_
+from unishard_arguments.deepspeed.facts import LEAST_STAGE, device, dropped, may_reach, quiet, spelt, stage, undecided
 from unishard_deepspeed import fields
-from unishard_deepspeed.arguments.facts import LEAST_STAGE, device, dropped, may_reach, quiet, spelt, stage, undecided
 
 _Z = "zero_optimization."
 _FIELDS = {"param": "offload.params", "optimizer": "offload.optimizer"}

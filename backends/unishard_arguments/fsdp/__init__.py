@@ -10,8 +10,8 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, interpret
 from unishard.contract.render import FieldResult, WrittenDocument, render
 from unishard.contract.rules import Fit
-from unishard_fsdp.arguments.keys import KEYS
-from unishard_fsdp.arguments.rules import RULES
+from unishard_arguments.fsdp.keys import KEYS
+from unishard_arguments.fsdp.rules import RULES
 
 __all__ = ["ARGUMENTS"]
 

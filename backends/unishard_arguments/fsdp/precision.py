@@ -14,9 +14,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.installed import version_of
 from unishard.contract.key_rows import boolean, sets
 from unishard.contract.rules import Fit
-
-DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""torch's names of the config's dtypes."""
+from unishard_fsdp.fields import DTYPES
 
 _WORDS = {name: short for short, long in DTYPES.items() for name in (short, long)} | {
     "float": "fp32",

@@ -35,7 +35,7 @@ from unishard.contract.rules import (
     sharded,
     unless,
 )
-from unishard_fsdp.arguments.precision import DTYPES
+from unishard_fsdp.fields import DTYPES
 
 
 def _reshard(cfg: Config, topology: Topology) -> Native:

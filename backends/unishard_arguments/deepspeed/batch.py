@@ -13,8 +13,8 @@ from unishard.contract.field_rows import BUFFERS, exact, row
 from unishard.contract.key_rows import integer, number
 from unishard.contract.render import AUTO
 from unishard.contract.rules import SCRIPT, Fit, Rule, approximate, is_, unless
+from unishard_arguments.deepspeed.facts import ARGUMENTS, dropped, quiet, undecided
 from unishard_deepspeed import fields
-from unishard_deepspeed.arguments.facts import ARGUMENTS, dropped, quiet, undecided
 
 _TRAIN, _MICRO, _WINDOW = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _MICRO_OF_RANKS = f"{_TRAIN} / ({_WINDOW} x ranks)"

@@ -13,7 +13,7 @@ from unishard.config.describe import shown
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
 from unishard.contract.key_rows import boolean, integer, listed, one_of, refuses
 from unishard.contract.rules import Fit
-from unishard_fsdp.arguments.precision import PRECISION
+from unishard_arguments.fsdp.precision import PRECISION
 
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "FULL_SHARD": {"sharding.strategy": "full_shard", "sharding.reshard_after_forward": True},

@@ -11,7 +11,7 @@ from unishard.contract.field_rows import asked, left_to_script, row, saved_by_sc
 from unishard.contract.key_rows import boolean, drops, integer, own, refuses
 from unishard.contract.render import AUTO
 from unishard.contract.rules import NO_KEY, Fit, Rule
-from unishard_deepspeed.arguments.facts import device, dropped, may_reach, only, quiet, stage
+from unishard_arguments.deepspeed.facts import device, dropped, may_reach, only, quiet, stage
 from unishard_deepspeed.keys import ROWS, Row, Use, spellings, used
 from unishard_deepspeed.keys.values import COMPILE
 
