@@ -1,0 +1,1 @@
+"""Long sequences beside Accelerate's own, and beside the same training on sequences of half the length."""

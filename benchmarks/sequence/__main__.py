@@ -1,0 +1,70 @@
+"""Measures long sequences on both engines beside Accelerate's own and beside half the length, and writes the page.
+
+    python -m benchmarks.sequence --json measured.json --page docs/performance.md     # 25 minutes
+    python -m benchmarks.sequence --engine fsdp --rounds 1 --budget 0
+    python -m benchmarks.sequence --from measured.json --page docs/performance.md     # measures nothing
+
+Every candidate starts anew in each round, in turns, for Accelerate's attention replaces that of all models of its
+process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.marked import replace
+from benchmarks.peers.page import machine
+from benchmarks.sequence.measuring import longest, updates
+from benchmarks.sequence.page import BEGIN, END, line_of, result_of, section
+from benchmarks.sequence.training import ENGINES, GROUP, SIZE, Candidate
+
+SPLIT = {method: {"parallel": {"sequence": {"size": GROUP, "method": method}}} for method in ("ulysses", "allgather")}
+HALF = Candidate("half the length", SIZE.length // 2, {})
+CANDIDATES = (*(Candidate(method, sections=sections) for method, sections in SPLIT.items()), HALF)
+ACCELERATE = {"deepspeed": (Candidate("Accelerate"),)}
+"""Its `cp_size` on FSDP2 does not run on CPU: torch 2.13 has no sharding strategy for
+`aten._scaled_dot_product_flash_attention_for_cpu`."""
+WITHIN = (
+    Candidate("one rank a sequence", sections={}),
+    Candidate("a group of 2", sections=SPLIT["ulysses"]),
+)
+"""Whose longest sequence is looked for."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--engine", choices=ENGINES, action="append", help="default: both")
+    parser.add_argument("--rounds", type=int, default=5, help="starts of each candidate")
+    parser.add_argument("--budget", type=int, default=256, help="MiB of an update, for the longest sequence; 0: none")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--from", dest="source", type=Path, help="results of an earlier run; measures nothing")
+    parser.add_argument("--page", type=Path, help="write the tables between the marks of this page")
+    given = parser.parse_args()
+    results = json.loads(given.source.read_text()) if given.source else measure(given)
+    if given.json:
+        given.json.write_text(json.dumps(results, indent=1) + "\n")
+    if given.page:
+        replace(given.page, BEGIN, END, section(results))
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Time all candidates, and look for the longest sequences."""
+    results: dict[str, Any] = {"machine": machine(GROUP), "cells": [], "longest": [], "budget": given.budget}
+    for engine in given.engine or ENGINES:
+        candidates = (*CANDIDATES, *ACCELERATE.get(engine, ()))
+        rounds = [{each.name: updates(engine, each) for each in candidates} for _ in range(given.rounds)]
+        for each in candidates:
+            results["cells"].append(result_of(engine, each.name, rounds))
+            print(line_of(results["cells"][-1]), flush=True)
+        for each in WITHIN if given.budget else ():
+            length = longest(engine, each, given.budget << 20)
+            results["longest"].append({"engine": engine, "name": each.name, "length": length})
+            print(f"{engine}: {each.name}: {length:,} positions", flush=True)
+    return results
+
+
+if __name__ == "__main__":
+    main()
