@@ -262,6 +262,18 @@ def test_several_forwards_before_a_backward(watch, order):
     assert watch.on_host == 0
 
 
+def test_a_buffer_that_is_filled_anew_has_another_copy():
+    found = []
+    for offloaded in (False, True):
+        model, x = built(offloaded=offloaded), inputs()
+        kept = model(x)
+        with torch.no_grad():
+            x.mul_(3)
+        found.append(gradients(model, x))
+        assert kept.item() > 0
+    assert_equal_bits(*found)
+
+
 class Writing(Stack):
     """Writes to what a block has saved, right behind it."""
 
