@@ -279,7 +279,7 @@ class Writing(Stack):
 
     def forward(self, x):
         hidden = self.blocks[0](x)
-        hidden = functional.relu(self.blocks[1](hidden))
+        hidden = 2 * self.blocks[1](hidden)
         saved = self.blocks[2](hidden)
         hidden.add_(1)  # the input of the block before
         return self.blocks[3](saved).square().mean()
