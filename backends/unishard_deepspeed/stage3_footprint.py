@@ -86,9 +86,8 @@ class Stage3(StageFootprint):
         """
         full = self._sizes(self._full)
         releases = self.cfg.sharding.reshard_after_forward is not False
-        saves = (
-            releases and self.cfg.activation_checkpointing == "none" and not self.zero.get("memory_efficient_linear")
-        )
+        keeps = self.cfg.activation_checkpointing == self.cfg.offload.activations == "none"
+        saves = releases and keeps and not self.zero.get("memory_efficient_linear")
         for index in range(len(full)):
             yield sum(full[1 : index + backward]) if saves else 0
 

@@ -52,7 +52,7 @@ ASKED_FOR = {
     "noticed",
     "_saved_reduction": "of torch's autograd nodes, with a default: without it, a mean with num_items is not noticed",
     "_base": "of torch's tensors, with a default: without it, an in-place operation on a view of a unit is not refused "
-    "by this message",
+    "by this message, and a view of a weight that is passed to a block is copied to the host with its activations",
     "_orig_mod": "of torch.compile's module, by hasattr: without it, a compiled model is not refused by this message",
     "_checkpoint_wrapped_module": "of torch's checkpoint_wrapper, by hasattr: without it, a wrapped module is not "
     "refused by this message",

@@ -6,10 +6,12 @@ from __future__ import annotations
 import traceback
 from functools import cache
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from harness import config, curve, own_share, prepare, train
 
+from unishard.engine.model.activation_offload import units
 from unishard.testing import run_ranks
 
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -24,7 +26,7 @@ class Cell(NamedTuple):
     strategy: str
     precision: str = "fp32"
     offload: str = ""
-    """`optimizer`, `all`, or nothing."""
+    """`optimizer`, `all`, `activations`, or nothing."""
 
     def __str__(self) -> str:
         return "-".join(filter(None, self))
@@ -34,6 +36,7 @@ OFFLOADS = {
     "": {},
     "optimizer": {"offload": {"optimizer": "cpu"}},
     "all": {"offload": {"params": "cpu", "optimizer": "cpu"}},
+    "activations": {"offload": {"activations": "cpu"}},
 }
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 BACKENDS = ("fsdp", "deepspeed")
@@ -51,8 +54,12 @@ CELLS = (
     ),
     *(Cell(backend, "full_shard", "bf16", "all") for backend in BACKENDS),
     *(Cell(backend, "full_shard", "fp16") for backend in BACKENDS),
+    *(Cell(backend, "full_shard", "bf16", "activations") for backend in BACKENDS),
 )
-QUICK = (Cell("fsdp", "full_shard"), Cell("deepspeed", "full_shard"))
+QUICK = (
+    *(Cell(backend, "full_shard") for backend in BACKENDS),
+    *(Cell(backend, "full_shard", "bf16", "activations") for backend in BACKENDS),
+)
 
 
 class Ran(NamedTuple):
@@ -84,7 +91,7 @@ def _ran(cell: Cell) -> Ran:
     before = len(races())
     cfg = config(cell.backend, cell.strategy, precision=cell.precision, training=WINDOWS, **OFFLOADS[cell.offload])
     try:
-        with prepare(cfg) as engine:
+        with mock.patch.object(units, "SMALL", 0), prepare(cfg) as engine:
             found = curve(train(engine, own_share(2 * UPDATES)))
             return Ran(found.losses, found.norms, engine.device.type, races()[before:])
     except Exception:  # it must not end the cells behind it

@@ -14,8 +14,10 @@ from harness import config, own_share, prepare, train
 from planting import noticed, without
 
 from unishard.checkpoint.background import Background
+from unishard.contract.units import Unit
 from unishard.data import batches
 from unishard.distributed.host_read import HostRead
+from unishard.engine.model.activation_offload import units as activation_offload
 from unishard.testing import run_ranks
 from unishard_fsdp.fsdp_adapter import HostCopies
 
@@ -73,7 +75,23 @@ def background_save() -> None:
     staged.shards["w"].read(0, 8).clone()
 
 
-PIECES = {"host-read": host_read, "host-optimizer": host_optimizer, "background-save": background_save}
+def offloaded_activations() -> None:
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4)]
+    model = torch.nn.Sequential(*blocks).to(DEVICE)
+    found = [Unit(str(number), block) for number, block in enumerate(blocks)]
+    activation_offload.apply(found, DEVICE, pin_memory=True)
+    data = torch.randn(512, 64, device=DEVICE, requires_grad=True)
+    for _ in range(2):
+        model(data).square().sum().backward()
+
+
+PIECES = {
+    "host-read": host_read,
+    "host-optimizer": host_optimizer,
+    "background-save": background_save,
+    "offloaded-activations": offloaded_activations,
+}
 IN_PIECES = (
     Planted("the host reads a norm", ("host-read",), "Event.synchronize", "distributed/host_read.py"),
     Planted(
@@ -98,6 +116,22 @@ def test_a_wait_that_a_piece_lacks_is_noticed(planted):
             said = noticed(PIECES[planted.run[0]])
         assert skipped
         assert "pinned memory without a wait" in said
+
+
+OF_ACTIVATIONS = (
+    Planted("a block computes, then its activations leave", (), "Stream.wait_stream", "", ("_behind_current",)),
+    Planted("activations leave, then their memory is used again", (), "Stream.wait_event", "", ("_let_go",)),
+    Planted("activations arrive, then a block computes", (), "Stream.wait_event", "", ("view", "arrive")),
+)
+
+
+@pytest.mark.parametrize("planted", OF_ACTIVATIONS, ids=str)
+def test_a_wait_that_activations_lack_is_noticed(planted):
+    for _ in range(TIMES):
+        with without(planted.wait, "activation_offload/store.py", *planted.functions) as skipped:
+            said = noticed(offloaded_activations)
+        assert skipped
+        assert "without a wait for" in said or "it needs record_stream, or a wait" in said
 
 
 def test_a_pinned_buffer_that_is_used_again_is_noticed(monkeypatch):

@@ -277,6 +277,8 @@ def expressible(draw):
     said["precision.reduce"] = draw(st.sampled_from(["fp32", said["precision.compute"]]))
     said["sharding.strategy"] = draw(st.sampled_from(["no_shard", "full_shard", "hybrid_shard"]))
     said["activation_checkpointing"] = draw(st.sampled_from(["none", "full"]))
+    if said["activation_checkpointing"] == "full":
+        said["offload.activations"] = draw(st.sampled_from(["none", "cpu"]))
     if said["sharding.strategy"] == "hybrid_shard":
         said["sharding.group_size"] = draw(st.sampled_from([2, 4]))
     if said["sharding.strategy"] != "no_shard":

@@ -128,6 +128,20 @@ def test_json_holds_the_same(project: Path) -> None:
     assert found["answers"]["ranks"] == 1
 
 
+def test_activations_on_the_host_have_a_line(project: Path) -> None:
+    with Path("cfg.yaml").open("a") as file:
+        file.write("offload: {activations: cpu}\n")
+    found = run(*ASK)
+    assert found.exit_code == 0, found.output
+    assert "offload.activations: those of about two units are on the device" in found.stdout
+    assert "selective" not in found.stdout  # it is refused beside them
+    said = json.loads(run(*ASK, "--json").stdout)
+    assert said["activations_on_host"] > 0
+    without = json.loads(run(*ASK, "--set", "offload.activations=none", "--json").stdout)
+    assert said["activations"]["none"] < without["activations"]["none"]
+    assert without["activations_on_host"] == 0
+
+
 def test_what_was_computed_is_not_computed_again(project: Path) -> None:
     first = run(*ASK, "--json")
     code = f"from unishard.cli import app\napp({[*ASK, '--json']!r}, standalone_mode=False)"

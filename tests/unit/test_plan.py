@@ -144,6 +144,17 @@ def test_a_peak_names_its_phase_and_module() -> None:
     assert own.activations == GIB
 
 
+def test_activations_of_two_units_stay_on_the_device() -> None:
+    shape = llama(layers=10)
+    here = activations(shape)
+    there = here.offloaded()
+    assert here.peak == 11 * 2**20
+    assert (there.peak, there.on_host) == (2 * 2**20, 11 * 2**20)
+    assert [segment.module for segment in there.segments] == [segment.module for segment in here.segments]
+    first, *_, last = there.segments
+    assert first.nbytes == last.nbytes == 2**20
+
+
 def test_questions_are_answered() -> None:
     shape = llama(8, 4096, 11008, 4096, 32000)
     cfg = config()

@@ -121,6 +121,18 @@ class Config(Section):
         if offload.params != "none" and within_group != "full_shard":
             what = f"{offload.params} needs sharded parameters, not {strategy}; set sharding.strategy to full_shard"
             problems.append(("offload.params", what))
+        if offload.activations != "none" and self.activation_checkpointing == "selective":
+            what = (
+                "cpu does not reach what activation_checkpointing selective keeps inside each block, which would stay "
+                "on the device; set activation_checkpointing to full or none"
+            )
+            problems.append(("offload.activations", what))
+        if offload.activations != "none" and self.compile.mode == "full":
+            what = (
+                "cpu works on each block, and compile full makes one graph of the model that keeps everything until "
+                "its end; set compile to per_block"
+            )
+            problems.append(("offload.activations", what))
         if self.precision.compute == "fp16" and self.training.nonfinite == "ignore":
             problems.append(
                 ("training.nonfinite", "ignore would apply fp16 gradients that overflowed; write skip or raise")

@@ -61,6 +61,7 @@ FALLBACKS: Mapping[str, Rule] = {
             "precision.buffers": "cast the model's floating-point buffers before it is wrapped",
             "offload.params": "offload the parameters",
             "offload.optimizer": "offload the optimizer state",
+            "offload.activations": "call the model under torch.autograd.graph.save_on_cpu(pin_memory=True)",
             "activation_checkpointing": "checkpoint the model's blocks",
             "training.gradient_accumulation_steps": "accumulate gradients over micro-batches",
             "training.gradient_clipping": "clip the gradient norm",

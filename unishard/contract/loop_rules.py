@@ -40,6 +40,11 @@ LOOP: Mapping[str, Rule] = {
         "torch.utils.checkpoint.checkpoint",
         "around `forward`, inside the engine's hooks; not reentrant, keeps random state",
     ),
+    "offload.activations": Rule(
+        Fit.EXACT,
+        "torch.autograd.graph.saved_tensors_hooks",
+        "around `forward` of each block, inside the engine's hooks; copies on a stream of their own",
+    ),
     "parallel.sequence.size": done_by_unishard(
         "groups of neighboring ranks share samples; the engine shards over all ranks, as without it"
     ),

@@ -84,6 +84,8 @@ class ModelPlan:
     """Modules that run their forward again in backward."""
     selective: bool
     """Whether they keep the outputs of costly operations."""
+    offloaded: Sequence[Unit]
+    """Modules whose activations lie in host memory between forward and backward."""
     compiled: Sequence[Unit]
     compile: Compile
     plain: Any

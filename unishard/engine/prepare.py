@@ -26,6 +26,7 @@ from unishard.engine.guards.inference_mode import as_no_grad
 from unishard.engine.inference import ReplicaAdapter
 from unishard.engine.loop.training_mode import put_in_training_mode
 from unishard.engine.model import activation_checkpointing, compilation, matmul
+from unishard.engine.model.activation_offload import units as activation_offload
 from unishard.engine.model.batch_norm import name_synchronized
 from unishard.engine.model.plain_modules import PREPARED
 from unishard.engine.optim import stepping
@@ -152,18 +153,20 @@ def _shard(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     PREPARED.update(model.modules())
     cast_model(model, planned.precision, train=trains)
     # Recomputation inside compilation inside the engine's hooks: a compiled block then recomputes in its own graph, and
-    # gathers once.
+    # gathers once. Offload around both: what they keep goes to the host.
     activation_checkpointing.apply(planned.recomputed, selective=planned.selective)
     compilation.apply(planned.compiled, planned.compile)
+    device = devices.device_of(plan.topology)
+    activation_offload.apply(planned.offloaded, device, pin_memory=planned.offload.pin_memory)
     casting = [unit.module for unit in planned.units.casting]
     if trains:
         stepping.mark(model)
         put_in_training_mode(model, plan.topology.rank)
-        name_synchronized(model, plan.topology, devices.device_of(plan.topology))
+        name_synchronized(model, plan.topology, device)
         devices.use_host_cores(planned.offload, plan.topology)
     if plan.engine is not None:
         return plan.backend.build(model, plan)
-    return ReplicaAdapter(model, planned.precision, devices.device_of(plan.topology), casting)
+    return ReplicaAdapter(model, planned.precision, device, casting)
 
 
 def _verify(adapter: InferenceAdapter, plan: RunPlan) -> None:

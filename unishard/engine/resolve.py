@@ -27,6 +27,7 @@ from unishard.engine.model import (
     transformers_zero3,
 )
 from unishard.engine.model import facts as model_facts
+from unishard.engine.model.activation_offload import units as activation_offload
 from unishard.engine.model.shape import shape_of
 from unishard.engine.model.units import units_of
 from unishard.engine.optim import optimizers
@@ -86,6 +87,7 @@ def resolve(
     units = units_of(model, cfg.sharding)
     input_casts.check([model, *(unit.module for unit in units.casting)], cfg.precision)
     recomputed = activation_checkpointing.find(model, cfg.activation_checkpointing, cfg.sharding)
+    offloaded = activation_offload.find(model, cfg.offload.activations, cfg.sharding, recomputed)
     compiled = compilation.find(model, cfg.compile, cfg.sharding)
     setup = setup_of(cfg, model, optimizer, scheduler) if train else None
     translation = translate(cfg, topology=topology).check(strict=cfg.strict)
@@ -108,6 +110,7 @@ def resolve(
             kept=kept.names,
             units=units,
             recomputed=recomputed if train else [],
+            offloaded=offloaded if train else [],
             selective=cfg.activation_checkpointing == "selective",
             compiled=compiled,
             compile=cfg.compile,

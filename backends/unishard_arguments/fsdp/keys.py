@@ -256,6 +256,13 @@ def _checkpointing_key(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(fields={"activation_checkpointing": "full" if boolean(value) else "none"})
 
 
+def _activations_key(value: Any, given: DocumentValues) -> KeyEffect:
+    if _off(given.get("activation_checkpointing")):
+        boolean(value)
+        return KeyEffect(Fit.IGNORED, "is only read with activation_checkpointing")
+    return KeyEffect(fields={"offload.activations": "cpu" if boolean(value) else "none"})
+
+
 def _mesh_key(value: Any, given: DocumentValues) -> KeyEffect:
     fields: dict[str, Any] = {"sharding.strategy": _within(given)}
     if fields["sharding.strategy"] == "hybrid_shard":
@@ -331,7 +338,7 @@ KEYS: Mapping[str, Key] = {
     "cpu_ram_efficient_loading": _time("concerns how the training script loads the model", copy_verbatim=True),
     "state_dict_type": _set(_files_key, "", Fit.IGNORED, "concerns only checkpoint files"),
     "activation_checkpointing": _set(_checkpointing_key, "activation_checkpointing"),
-    "activation_checkpointing_offload": _time("affects only memory: saved tensors stay on the device, same results"),
+    "activation_checkpointing_offload": _set(_activations_key, "offload.activations"),
     **PRECISION,
     "xla": refuses(_NO_XLA, _off),
     "xla_fsdp_v2": refuses(_NO_XLA, _off),

@@ -191,6 +191,19 @@ _OWN: Mapping[str, Rule] = {
         to=lambda cfg, topology: {"pin_memory": cfg.offload.pin_memory} if _offloaded(cfg) else {},
     ),
     "offload.nvme_path": no_key(NO_FILES, fit=Fit.UNSUPPORTED),
+    "offload.activations": exact(
+        "activation_checkpointing_offload",
+        needs_input(
+            "cpu without recomputation",
+            lambda cfg: cfg.offload.activations == "cpu" and cfg.activation_checkpointing == "none",
+            "is only read with activation_checkpointing; call the model under torch.autograd.graph.save_on_cpu()",
+        ),
+        to=lambda cfg, topology: (
+            {"activation_checkpointing_offload": True}
+            if cfg.offload.activations == "cpu" and cfg.activation_checkpointing != "none"
+            else {}
+        ),
+    ),
     "activation_checkpointing": exact(
         "activation_checkpointing",
         unless("full", lambda cfg: cfg.activation_checkpointing == "full", "of the units"),

@@ -121,7 +121,9 @@ _LOGS: dict[str, Row] = {
 
 _SECTIONS: dict[str, Row] = {
     "activation_checkpointing": same(
-        values.MAPPING, ignored="recomputes nothing by itself; set activation_checkpointing"
+        values.MAPPING,
+        ignored="only for models that call deepspeed.checkpointing; set activation_checkpointing, and "
+        "offload.activations for cpu_checkpointing",
     ),
     "aio": same(values.MAPPING),
     "seq_parallel_communication_data_type": refused(

@@ -54,13 +54,26 @@ def find(model: nn.Module, asked: str | list[str], sharding: Sharding) -> list[U
     """
     if asked == "none":
         return []
+    refuse_own_recomputation(model, _FIELD)
+    return find_classes(model, asked, _FIELD) if isinstance(asked, list) else find_blocks(model, sharding, _FIELD)
+
+
+def refuse_own_recomputation(model: nn.Module, field: str) -> None:
+    """Check that a model does not recompute by itself.
+
+    Args:
+        model: Not sharded yet.
+        field: The config field that needs it, for messages.
+
+    Raises:
+        ModelError: It does.
+    """
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise ModelError(
-                f"{_FIELD}: {name or 'the model'} already recomputes (gradient_checkpointing_enable); call "
-                f"model.gradient_checkpointing_disable(), or set {_FIELD} to none"
+                f"{field}: {name or 'the model'} already recomputes (gradient_checkpointing_enable); call "
+                f"model.gradient_checkpointing_disable(), or set {field} to none"
             )
-    return find_classes(model, asked, _FIELD) if isinstance(asked, list) else find_blocks(model, sharding, _FIELD)
 
 
 def apply(modules: Sequence[Unit], *, selective: bool) -> None:

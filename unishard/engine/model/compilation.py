@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from unishard import config
+from unishard.contract.kit.forwards import is_compiled
 from unishard.contract.units import Unit
 from unishard.engine.model.kv_cache import all_empty, caches_in, without_cache
 from unishard.engine.model.units import find_blocks
@@ -67,7 +68,7 @@ def apply(modules: Sequence[Unit], cfg: config.Compile) -> None:
 def eager_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules by name that are not inside a compiled one, where torch would compile their hooks with it."""
     named = dict(model.named_modules())
-    compiled = [module for module in named.values() if isinstance(module.forward, Compiled)]
+    compiled = [module for module in named.values() if is_compiled(module)]
     inside = {id(inner) for module in compiled for inner in module.modules() if inner is not module}
     return {name: module for name, module in named.items() if id(module) not in inside}
 

@@ -60,6 +60,11 @@ def _backend(cfg: Config, topology: Topology) -> Native:
     return {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind, **_fsdp(cfg, version=2)}
 
 
+def _offloads_activations(cfg: Config) -> bool:
+    """Whether Accelerate takes what recomputation keeps to the host."""
+    return cfg.offload.activations == "cpu" and cfg.activation_checkpointing != "none" and sharded(cfg)
+
+
 def _strategy(cfg: Config, topology: Topology) -> Native:
     reshard = cfg.sharding.within_group == "full_shard" and cfg.sharding.reshard_after_forward is not False
     return _fsdp(cfg, reshard_after_forward=reshard) | _groups(cfg, topology)
@@ -186,6 +191,17 @@ _LOOP: Mapping[str, Rule] = {
     **moved_together(
         "fsdp_config.fsdp_offload_params",
         lambda cfg, topology: _fsdp(cfg, offload_params=("cpu" in (cfg.offload.params, cfg.offload.optimizer))),
+    ),
+    "offload.activations": exact(
+        "fsdp_config.fsdp_activation_checkpointing_offload",
+        needs_input(
+            "cpu without recomputation, or with no_shard",
+            lambda cfg: cfg.offload.activations == "cpu" and not _offloads_activations(cfg),
+            "is only read with fsdp_activation_checkpointing; call the model under torch.autograd.graph.save_on_cpu()",
+        ),
+        to=lambda cfg, topology: (
+            _fsdp(cfg, activation_checkpointing_offload=True) if _offloads_activations(cfg) else {}
+        ),
     ),
     "activation_checkpointing": row(
         Fit.EXACT,

@@ -74,6 +74,18 @@ def _recomputes(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(fields={"activation_checkpointing": "none" if boolean(value) else "full"}, copy_verbatim=True)
 
 
+_ON_DISK = "activations lie in host memory, not in files: the same losses"
+
+
+def _offloads(value: Any, given: DocumentValues) -> KeyEffect:
+    """TRL's switch; Axolotl also has words for it."""
+    word = str(value).lower()
+    if word == "disk":
+        return KeyEffect(Fit.EQUIVALENT, _ON_DISK, {"offload.activations": "cpu"}, copy_verbatim=True)
+    on = word == "legacy" or boolean(value if value is not None else False)
+    return KeyEffect(fields={"offload.activations": "cpu" if on else "none"}, copy_verbatim=True)
+
+
 _SURELY = 5
 _DEGREES = names(
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size "
@@ -99,6 +111,7 @@ DIALECT: Mapping[str, Key] = {
     },
     **{name: refuses(_WHOLE, lambda value: off(value) or str(value) == "1") for name in _DEGREES},
     "disable_gradient_checkpointing": Key(_recomputes, "activation_checkpointing"),
+    "activation_offloading": Key(_offloads, "offload.activations"),
     "loraplus_lr_ratio": refuses("gives LoRA's B matrices another rate; write optimizer.groups instead", off),
 }
 

@@ -82,12 +82,12 @@ def _checkpointing_arguments(value: Any, given: DocumentValues) -> KeyEffect:
     if not isinstance(value, Mapping):
         raise Unreadable(f"must be a mapping, got {shown(value)}; write {{use_reentrant: false}}")
     every = integer(1)(value.get("every_n_layers", 1))
+    recomputed = any(not off(given.get(name)) for name in ("activation_checkpointing", "gradient_checkpointing"))
+    fields = {"offload.activations": "cpu"} if recomputed and boolean(value.get("offload", False)) else {}
     if every > 1:
         note = f"recomputes every block, not every {every}th: the same losses, less memory, more time"
-        return KeyEffect(Fit.EQUIVALENT, note, copy_verbatim=True)
-    if value.get("offload"):
-        return left_out("saved activations stay in device memory: losses are the same")
-    return left_out(_KWARGS)
+        return KeyEffect(Fit.EQUIVALENT, note, fields, copy_verbatim=True)
+    return KeyEffect(fields=fields) if fields else left_out(_KWARGS)
 
 
 def _compiled(value: Any, given: DocumentValues) -> KeyEffect:
@@ -169,9 +169,9 @@ LOOP: Mapping[str, Key] = {
     "fp16": compute("fp16"),
     "tf32": Key(_tf32, "precision.matmul", tool_default=None),
     "activation_checkpointing": Key(_checkpointing, "activation_checkpointing"),
-    "activation_checkpointing_kwargs": Key(_checkpointing_arguments, "", Fit.IGNORED, _KWARGS),
+    "activation_checkpointing_kwargs": Key(_checkpointing_arguments, "offload.activations", Fit.EXACT, _KWARGS),
     "gradient_checkpointing": Key(_checkpointing, "activation_checkpointing"),
-    "gradient_checkpointing_kwargs": Key(_checkpointing_arguments, "", Fit.IGNORED, _KWARGS),
+    "gradient_checkpointing_kwargs": Key(_checkpointing_arguments, "offload.activations", Fit.EXACT, _KWARGS),
     "torch_compile": Key(_compiled, "compile.mode"),
     "torch_compile_backend": Key(_compiler, "compile.mode, compile.backend"),
     "torch_compile_mode": Key(_compile_mode, "compile.mode", Fit.EQUIVALENT),

@@ -47,8 +47,8 @@ from unishard.formats.same_engine import without_unishards
 _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
 _ZERO_WORDS = ("sharding.", "precision.", "offload.", "communication.", "training.nonfinite", "native")
 """Fields that DeepSpeed's config says; the others are TrainingArguments with it as well."""
-_NOT_ZERO = ("precision.matmul",)
-"""A switch of torch, whatever the engine."""
+_NOT_ZERO = ("precision.matmul", "offload.activations")
+"""A switch of torch and an argument beside the engine, whatever that is."""
 
 
 _SCALER = "GradScaler has its defaults; override Trainer.create_accelerator_and_postprocess"
@@ -182,6 +182,10 @@ def _checkpointing(cfg: Config, topology: Topology) -> Native:
     return {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 
 
+def _offloads_activations(cfg: Config) -> bool:
+    return cfg.offload.activations == "cpu" and cfg.activation_checkpointing != "none" and not switched_on(cfg)
+
+
 def _matmul(cfg: Config, topology: Topology) -> Native:
     if cfg.precision.matmul != "keep":
         return {"tf32": cfg.precision.matmul == "tf32"}
@@ -223,6 +227,24 @@ _OWN: Mapping[str, Rule] = {
             "Trainer then also keeps convolutions in fp32, which torch computes in TF32 by default",
         ),
         to=_matmul,
+    ),
+    "offload.activations": exact(
+        "activation_checkpointing_kwargs",
+        needs_input(
+            "cpu with fsdp",
+            lambda cfg: (
+                cfg.offload.activations == "cpu" and cfg.activation_checkpointing != "none" and switched_on(cfg)
+            ),
+            "set FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD=true in the environment, which Accelerate 1.15.0 reads",
+        ),
+        needs_input(
+            "cpu without recomputation",
+            lambda cfg: cfg.offload.activations == "cpu" and cfg.activation_checkpointing == "none",
+            "transformers offloads what recomputation keeps; call the model under torch.autograd.graph.save_on_cpu()",
+        ),
+        to=lambda cfg, topology: (
+            {"activation_checkpointing_kwargs": {"offload": True}} if _offloads_activations(cfg) else {}
+        ),
     ),
     "activation_checkpointing": exact(
         "activation_checkpointing, fsdp_config.activation_checkpointing",

@@ -37,7 +37,7 @@ _DEFAULTS: Mapping[str, Any] = {
 _OVERLOOKED: Mapping[str, str] = {
     "offload_params": "transformers 5.23 ignores it, parameters stay on the device: its name is cpu_offload",
     "sharding_strategy": "transformers 5.23 ignores it: use fsdp or reshard_after_forward",
-    "activation_cpu_offload": "only ms-swift reads it; losses are the same, activations stay on the device",
+    "activation_cpu_offload": "only ms-swift reads it; losses are the same, and offload.activations: cpu does it here",
     "mixed_precision": "transformers 5.23 ignores it and uses bf16 and fp16",
     "mixed_precision_policy": "transformers 5.23 ignores it and uses bf16 and fp16",
 }

@@ -8,7 +8,7 @@ from typing import Any
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, left_out
 from unishard.contract.render import AUTO, FieldResult, WrittenDocument
-from unishard.contract.rules import Fit
+from unishard.contract.rules import NO_KEY, Fit
 from unishard.formats.hf.dialects import LLAMAFACTORY
 from unishard.formats.hf.format import ScriptFormat, is_whole
 from unishard.formats.hf.loop import DEEPSPEED
@@ -19,6 +19,7 @@ from unishard.formats.source import Source
 _SWITCHES = {(DEEPSPEED, name, "enabled") for name in ("bf16", "fp16")}
 _RECOMPUTES = "activation_checkpointing"
 _SWITCH = "disable_gradient_checkpointing"
+_OFFLOADED = "offload.activations"
 
 
 class LlamaFactoryFormat(ScriptFormat):
@@ -50,6 +51,8 @@ class LlamaFactoryFormat(ScriptFormat):
         document[_SWITCH] = off
         words = {path: word for path, word in said.fields.items() if not word.key.startswith("gradient_checkpointing")}
         word = said.fields.get(_RECOMPUTES, FieldResult(Fit.EXACT, "", ""))
+        if _OFFLOADED in said.fields and _OFFLOADED not in words and reading.config.offload.activations != "none":
+            words[_OFFLOADED] = FieldResult(Fit.APPROXIMATE, NO_KEY, "activations stay on the device: the same losses")
         return WrittenDocument(document, {**words, _RECOMPUTES: word._replace(key=_SWITCH)})
 
 

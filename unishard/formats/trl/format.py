@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unishard.config.topology import Topology
 from unishard.contract.entries import Key
+from unishard.contract.render import FieldResult, WrittenDocument
+from unishard.contract.rules import Fit
 from unishard.formats.hf.dialects import DIALECT, LOADED
 from unishard.formats.hf.format import ScriptFormat
 from unishard.formats.hf.loop import off
 from unishard.formats.names import names
+from unishard.formats.reading import ReadDocument
 
 _KINDS: Mapping[float, tuple[str, ...]] = {
     1e-6: names(
@@ -21,6 +25,8 @@ _KINDS: Mapping[float, tuple[str, ...]] = {
 """Keys by which it shows that a file is not for SFT, by the learning rate that its config assumes (TRL 1.16,
 trainer/*_config.py)."""
 _SFT = 2e-5
+_OFFLOADED, _SWITCH = "offload.activations", "activation_offloading"
+_ARGUMENTS = "gradient_checkpointing_kwargs"
 
 
 class TrlFormat(ScriptFormat):
@@ -35,6 +41,16 @@ class TrlFormat(ScriptFormat):
         """bf16 unless fp16 is on, recomputed activations, and a rate for each kind of training."""
         rate = next((rate for rate, keys in _KINDS.items() if any(key in data for key in keys)), _SFT)
         return {"bf16": off(data.get("fp16")), "gradient_checkpointing": True, "learning_rate": rate}
+
+    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
+        """The arguments that train, with TRL's own switch for activations in host memory."""
+        said = super().write(reading, topology)
+        if _OFFLOADED not in said.fields or reading.config.offload.activations == "none":
+            return said
+        document = {**said.document, _SWITCH: True}
+        if _ARGUMENTS in document:  # transformers would offload them once more
+            document[_ARGUMENTS] = {name: it for name, it in document[_ARGUMENTS].items() if name != "offload"}
+        return WrittenDocument(document, {**said.fields, _OFFLOADED: FieldResult(Fit.EXACT, _SWITCH, "")})
 
 
 FORMAT = TrlFormat()

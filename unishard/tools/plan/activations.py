@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self
 
 
@@ -33,11 +33,31 @@ class Activations:
     recomputation: str
     """`activation_checkpointing` as text."""
     segments: tuple[Segment, ...]
+    on_host: int = 0
+    """The most bytes that lie in host memory at once."""
 
     @property
     def peak(self) -> int:
         """The most bytes alive at once."""
         return max((segment.nbytes for segment in self.segments), default=0)
+
+    def offloaded(self) -> Self:
+        """The same with `offload.activations: cpu`: what the unit that computes keeps is on the device, and what its
+        neighbor keeps, which is on its way; what all units before them keep is on the host.
+        """
+        kept: dict[int, int] = {}
+        end, segments = 0, []
+        for segment in self.segments:
+            before = [*kept]
+            if segment.phase == "backward" and segment.unit in kept:
+                before = before[: before.index(segment.unit)]
+            away = sum(kept[unit] for unit in before[:-1])
+            sizes = (max(size - away, 0) for size in (segment.nbytes, segment.whole, segment.end))
+            segments.append(Segment(segment.phase, segment.module, segment.unit, *sizes))
+            if segment.phase == "forward" and segment.unit >= 0:
+                kept[segment.unit] = kept.get(segment.unit, 0) + max(segment.end - end, 0)
+            end = segment.end
+        return replace(self, segments=tuple(segments), on_host=sum(kept.values()))
 
     def map(self, measure: Callable[[Sequence[int]], int], *others: Self, **changes: int) -> Self:
         """The same segments with other bytes.

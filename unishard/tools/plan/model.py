@@ -160,7 +160,8 @@ class PlannedModel:
         def make() -> Activations:
             from unishard.tools.plan.building import BuiltModel
 
-            cfg = self.cfg.override(f"activation_checkpointing={json.dumps(recomputation)}")
+            changes = (f"activation_checkpointing={json.dumps(recomputation)}", "offload.activations=none")
+            cfg = self.cfg.override(*changes)
             return BuiltModel(self.name, self._folder).activations(cfg, micro_batch_size, seq_len)
 
         key: list[Any] = [
@@ -171,7 +172,8 @@ class PlannedModel:
             micro_batch_size,
             seq_len,
         ]
-        return cached_activations(key, make)
+        found = cached_activations(key, make)
+        return found if self.cfg.offload.activations == "none" else found.offloaded()
 
 
 def _folder(name: str) -> Path:

@@ -91,6 +91,7 @@ class Plan:
             "micro_batch_size": self.cfg.training.micro_batch_size,
             "seq_len": self.seq_len,
             "activations": {word: activations.peak for word, activations in self.activations.items()} or None,
+            "activations_on_host": max((each.on_host for each in self.activations.values()), default=0),
             "candidates": [self._candidate(candidate) for candidate in self.candidates],
             "recommendation": self.recommendation
             and {"changes": list(self.recommendation.changes), "reason": self.recommendation.reason},
@@ -159,7 +160,7 @@ def make_plan(
     note = ""
     if activations:
         traced[own_word] = model.activations(micro, part, recomputation)
-        for word in questions.RECOMPUTATIONS:
+        for word in questions.recomputations_of(cfg):
             if word not in traced:
                 try:
                     traced[word] = model.activations(micro, part, word)

@@ -16,6 +16,12 @@ from unishard.tools.plan.devices import DEVICES, Device, with_unit
 RECOMPUTATIONS = ("none", "selective", "full")
 """Words of `activation_checkpointing`, the cheapest in time first."""
 
+
+def recomputations_of(cfg: Config) -> tuple[str, ...]:
+    """Those that go with the rest of a config."""
+    return RECOMPUTATIONS if cfg.offload.activations == "none" else ("none", "full")
+
+
 _MOST_NODES = 4096
 _REPEATED = 2
 _MOST_SAMPLES, _MOST_TOKENS = 4096, 2**22

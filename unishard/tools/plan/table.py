@@ -102,6 +102,12 @@ def _activations(plan: Plan) -> Iterator[str]:
         yield ""
         peaks = "; ".join(f"{word} {in_gib(traced.peak)}" for word, traced in plan.activations.items())
         yield from wrap(f"activations at their peak by activation_checkpointing, GiB: {peaks}", _WIDTH)
+        own = next(iter(plan.activations.values()))
+        if own.on_host:
+            said = (
+                f"offload.activations: those of about two units are on the device, {with_unit(own.on_host)} on the host"
+            )
+            yield from wrap(said, _WIDTH)
     if plan.note:
         yield from wrap(f"note: {plan.note}", _WIDTH)
 
