@@ -6,6 +6,7 @@ build the object take.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,11 +22,12 @@ _METHODS = {"cp_size": "allgather", "sp_size": "ulysses"}
 _FIELDS = "parallel.sequence.size, parallel.sequence.method"
 
 
-def sharing_of(value: Any) -> tuple[int, str] | None:
-    """How many ranks share a sample, and how they attend; None where none do.
+def sharing_of(value: Any, ranks: int | None) -> Mapping[str, Any]:
+    """The fields of the config that a `ParallelismConfig` says; none where ranks share no samples.
 
     Args:
-        value: The arguments of `ParallelismConfig`, by name.
+        value: Its arguments, by name.
+        ranks: How many there are, if that is known.
 
     Raises:
         Unreadable: They ask for what unishard does not have, or for nothing that Accelerate has.
@@ -44,21 +46,20 @@ def sharing_of(value: Any) -> tuple[int, str] | None:
         raise Unreadable(
             "must have no groups of replicas here: set sharding.strategy to hybrid_shard and sharding.group_size"
         )
-    return (sizes[on[0]], _METHODS[on[0]]) if on else None
+    if not on:
+        return {}
+    if ranks is not None and math.prod(sizes.values()) != ranks:
+        raise Unreadable(
+            f"must multiply to the {ranks} ranks that there are, got {math.prod(sizes.values())}; set dp_shard_size"
+        )
+    return {"parallel.sequence.size": sizes[on[0]], "parallel.sequence.method": _METHODS[on[0]]}
 
 
 def _read(value: Any, given: DocumentValues) -> KeyEffect:
     if value is None:
         return left_out("is off")
-    sharing = sharing_of(value)
-    if sharing is None:
-        return left_out("all ranks share one copy, as without it")
-    size, method = sharing
-    ranks = given.topology.world_size if given.topology else 1
-    total = size * integer(1)(value.get("dp_replicate_size") or 1) * integer(1)(value.get("dp_shard_size") or 1)
-    if ranks > 1 and total != ranks:
-        raise Unreadable(f"must multiply to the {ranks} ranks that there are, got {total}; set dp_shard_size")
-    return KeyEffect(fields={"parallel.sequence.size": size, "parallel.sequence.method": method})
+    fields = sharing_of(value, given.topology.world_size if given.topology else None)
+    return KeyEffect(fields=fields) if fields else left_out("all ranks share one copy, as without it")
 
 
 KEYS: Mapping[str, Key] = {NAME: Key(_read, _FIELDS, Fit.EXACT, "cp_size and sp_size")}

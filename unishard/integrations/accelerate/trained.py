@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from unishard.checkpoint.export.adapters import only_names
@@ -19,6 +20,7 @@ from unishard.contract.results import Step
 from unishard.engine.engine import Engine
 from unishard.engine.optim.stepping import same_model
 from unishard.errors import ContractError
+from unishard.integrations.accelerate.sharing import Sharing
 from unishard.integrations.saving import restore_options
 
 __all__ = ["EngineOptimizer", "Trained", "WatchedScheduler"]
@@ -228,8 +230,11 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class WatchedScheduler(AcceleratedScheduler):  # type: ignore[misc]
-    """Accelerate's, which takes `num_processes` steps for each update, and says once if that has ended it early."""
+    """Accelerate's, which takes `num_processes` steps for each update, and says once if that has ended it early. Ranks
+    that share samples count as one process.
+    """
 
+    sharing: Sharing
     _rose = False
     _said = False
 
@@ -244,7 +249,12 @@ class WatchedScheduler(AcceleratedScheduler):  # type: ignore[misc]
                 "the schedule has ended, and updates have a learning rate of 0: Accelerate steps a prepared scheduler "
                 "num_processes times for each update; give it num_processes times as many steps, or do not prepare it"
             )
-        super().step(*args, **kwargs)
+        state = AcceleratorState()
+        ranks, state.num_processes = state.num_processes, self._ranks()
+        try:
+            super().step(*args, **kwargs)
+        finally:
+            state.num_processes = ranks
 
     def _ranks(self) -> int:
-        return int(self.optimizers[0].accelerator_state.num_processes) if self.optimizers else 1
+        return int(AcceleratorState().num_processes) // self.sharing.size
