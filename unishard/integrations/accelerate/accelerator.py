@@ -200,8 +200,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's; ranks that share samples read the same ones."""
-        if not getattr(data_loader, "_is_accelerate_prepared", False):
-            self.sharing.align(data_loader)
+        self.sharing.align(data_loader)
         with self.sharing.counting_groups():
             return super().prepare_data_loader(data_loader, *args, **kwargs)
 

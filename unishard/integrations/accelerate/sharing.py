@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import RandomSampler
 
 from unishard.config import Config
 from unishard.config.data_share import data_share_of
@@ -68,9 +68,9 @@ class Sharing:
             what = "reads on one rank for all, and does not know groups of parallel.sequence; write false"
             raise ConfigError([Problem("dispatch_batches", what)])
 
-    def align(self, loader: DataLoader[Any]) -> None:
+    def align(self, loader: Any) -> None:
         """Give a sampler that would draw from each rank's own random state one that is the same on all."""
-        sampler = loader.sampler
+        sampler = getattr(loader, "sampler", None)
         if self.on and isinstance(sampler, RandomSampler) and sampler.generator is None:
             seed = broadcast_object_list([int(torch.empty((), dtype=torch.int64).random_())])[0]
             sampler.generator = torch.Generator()
