@@ -235,6 +235,8 @@ class WatchedScheduler(AcceleratedScheduler):  # type: ignore[misc]
     """
 
     sharing: Sharing
+    split_batches: bool
+    step_with_optimizer: bool
     _rose = False
     _said = False
 
@@ -249,12 +251,15 @@ class WatchedScheduler(AcceleratedScheduler):  # type: ignore[misc]
                 "the schedule has ended, and updates have a learning rate of 0: Accelerate steps a prepared scheduler "
                 "num_processes times for each update; give it num_processes times as many steps, or do not prepare it"
             )
-        state = AcceleratorState()
-        ranks, state.num_processes = state.num_processes, self._ranks()
-        try:
+        if not self.sharing.on or self.split_batches or not self.step_with_optimizer:
             super().step(*args, **kwargs)
+            return
+        self.split_batches = True  # one step in each turn
+        try:
+            for _ in range(self._ranks() if self.gradient_state.sync_gradients else 1):
+                super().step(*args, **kwargs)
         finally:
-            state.num_processes = ranks
+            self.split_batches = False
 
     def _ranks(self) -> int:
         return int(AcceleratorState().num_processes) // self.sharing.size

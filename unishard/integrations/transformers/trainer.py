@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -85,6 +86,9 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
         self.accelerator.__class__ = _TrainersAccelerator
         self.accelerator.trainer = self
         self.accelerator._begin(config)
+        # The trainer has bound the one of the class before.
+        objects = getattr(self.args, "eval_use_gather_object", False)
+        self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=objects)
 
     # -- the loop ----------------------------------------------------------------------------------
 
