@@ -113,7 +113,8 @@ def test_a_misspelt_argument_among_them_is_refused(wrong: str) -> None:
         ("use_adam_mini", False, False),
         ("tensor_model_parallel_size", 4, True),
         ("pipeline_model_parallel_size", 1, False),
-        ("sequence_parallel_size", 2, True),
+        ("context_parallel_size", 2, True),
+        ("sequence_parallel_size", 2, False),
         ("use_eaft_loss", True, False),
     ],
 )

@@ -52,6 +52,7 @@ from unishard.observe.expected_memory import ExpectedMemory
 from unishard.observe.observer import Observers
 from unishard.observe.one_number import check_number
 from unishard.sequence.split_sequences import SplitSequences
+from unishard.sequence.whole_calls import WholeCalls
 
 
 @entered
@@ -114,7 +115,8 @@ class Engine(OtherNames, Process):
             )
         )
         self._guarded = guarded_module(adapter, plan, order, self._evaluation)
-        self._routed = RoutedCalls(module, order, self)
+        called = self if sequences is None else WholeCalls(self, sequences, adapter.device)
+        self._routed = RoutedCalls(module, order, called)
         parameters = NamedParameters(adapter, order, tensors)
         self._weights = Weights(adapter, order, parameters, tensors, trainable, self._buffers, self._accumulation)
         self._gradients = Gradients(

@@ -128,16 +128,23 @@ class SplitForward:
         self._counted, self.loss = False, None
         self._balance.begin()
         labels = given.get("shift_labels", given.get("labels"))
-        if self._counts_items and isinstance(labels, Tensor) and given.get("num_items_in_batch") is None:
+        counts = self._proving or given.get("num_items_in_batch") is None
+        if self._counts_items and isinstance(labels, Tensor) and counts:
             kwargs = {**kwargs, "num_items_in_batch": self._items(labels)}
             self._counted = True
         return args, kwargs
 
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by their names.
+
+        Raises:
+            TypeError: The model takes no such call.
+        """
+        return {**self._signature.bind_partial(*args).arguments, **kwargs}
+
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-        if not args:
-            return kwargs
         try:
-            return {**self._signature.bind_partial(*args).arguments, **kwargs}
+            return self.named(args, kwargs) if args else kwargs
         except TypeError:  # the call itself will say it
             return kwargs
 
@@ -185,8 +192,7 @@ class SplitForward:
         if (alike or not self._parts.any) and not self._proving and not self._parts.has(call):
             raise ContractError(
                 "parallel.sequence: the model was called with samples that were not split, which it would take for "
-                "parts of longer ones; read engine.batches(loader), or call engine.split_sequence(tensor). Accelerate, "
-                "the Trainer, TRL and Lightning do not split samples: train with unishard's own loop"
+                "parts of longer ones; read engine.batches(loader), or call engine.split_sequence(tensor)"
             )
 
     def _documents(self, everyones: Sequence[Tensor], mask: Tensor | None) -> list[Documents]:
@@ -201,8 +207,12 @@ class SplitForward:
         return items / self.group.size
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return self.averaged(output) if self._counted else output
+
+    def averaged(self, output: Any) -> Any:
+        """The output with the mean of the ranks' losses, if it has one. Collective in the group."""
         loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
-        if not self._counted or not isinstance(loss, Tensor) or loss.dim():
+        if not isinstance(loss, Tensor) or loss.dim():
             return output
         mean = loss.detach().clone()
         dist.all_reduce(mean, group=self.group.process_group)

@@ -102,6 +102,10 @@ class SplitSequences:
         """The whole tensor, of the parts of all ranks of the group, `[batch, part, ...]`. Collective in the group."""
         return self._layout.join(torch.cat(gather_plain(part, self.group), 1), 1)
 
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor with its padding."""
+        return self._layout.take(whole, self.group.rank, 1)
+
     def joined(self, data: Any) -> Any:
         """Data with whole sequences in the place of parts of the last forward's length. Collective in the group."""
         split = self.forward.last
@@ -114,6 +118,28 @@ class SplitSequences:
             return self.whole(tensor)[:, : self._splitter.length]
 
         return replace_tensors(data, whole)
+
+    def knows(self, call: Any) -> bool:
+        """Whether an argument of a call is a part that was split here."""
+        return self._parts.has(call)
+
+    def is_part_of_output(self, tensor: Tensor) -> bool:
+        """Whether a tensor is `[batch, part, ...]` of the last forward."""
+        split = self.forward.last
+        return split is not None and tensor.shape[:2] == (len(split.documents), split.part)
+
+    def is_flattened_part(self, tensor: Tensor) -> bool:
+        """Whether a tensor is `[batch x part, ...]` of the last forward, such as the logits of routers."""
+        split = self.forward.last
+        return split is not None and split.part > 1 and tensor.shape[:1] == (len(split.documents) * split.part,)
+
+    def whole_of_output(self, tensor: Tensor) -> Tensor:
+        """A whole tensor of one that `is_part_of_output`, with its graph. Collective in the group.
+
+        Every rank of the group must compute the same of it: the gradient of this rank's part is its own.
+        """
+        whole: Tensor = _Whole.apply(tensor, self)  # type: ignore[no-untyped-call]
+        return whole[:, : self._splitter.length]
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -131,3 +157,17 @@ class SplitSequences:
                 f"{self.group.size}), but have read different ones; use unishard.dataloader(dataset, cfg), or let the "
                 "ranks of a group read the same share: rank // size of world_size // size"
             )
+
+
+class _Whole(torch.autograd.Function):
+    """The parts of all ranks, of which each rank computes the same loss."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, sequences: SplitSequences) -> Tensor:
+        ctx.sequences = sequences
+        return sequences.whole(part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # The engine averages over the ranks, each of which has the whole loss.
+        return ctx.sequences.own(gradient) * ctx.sequences.group.size, None

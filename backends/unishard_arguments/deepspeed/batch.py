@@ -13,7 +13,7 @@ from unishard.contract.field_rows import BUFFERS, exact, row
 from unishard.contract.key_rows import integer, number
 from unishard.contract.render import AUTO
 from unishard.contract.rules import SCRIPT, Fit, Rule, approximate, is_, unless
-from unishard_arguments.deepspeed.facts import ARGUMENTS, dropped, quiet, undecided
+from unishard_arguments.deepspeed.facts import ARGUMENTS, dropped, quiet, readers, sharing, undecided
 from unishard_deepspeed import fields
 
 _TRAIN, _MICRO, _WINDOW = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -27,7 +27,7 @@ def assumed(given: DocumentValues) -> dict[str, Any]:
     _set_batch_related_parameters).
     """
     train, micro, window = (quiet(integer(1), given.get(key)) for key in (_TRAIN, _MICRO, _WINDOW))
-    ranks = given.topology.world_size if given.topology else None
+    ranks = readers(given)
     said = {key for key in (_MICRO, _WINDOW) if given.get(key) is not None}
     found: dict[str, Any] = {}
     if _WINDOW not in said and (train or _MICRO in said):
@@ -66,8 +66,9 @@ def _global(value: Any, given: DocumentValues) -> KeyEffect:
         return dropped(_ABSENT)
     size = integer(1)(value)
     others = [quiet(integer(1), given.get(key)) for key in (_MICRO, _WINDOW)]
-    if given.topology and all(others) and size != others[0] * others[1] * given.topology.world_size:
-        product = f"{others[0]} x {others[1]} x {given.topology.world_size} ranks"
+    ranks = readers(given)
+    if ranks and all(others) and size != others[0] * others[1] * ranks:
+        product = f"{others[0]} x {others[1]} x {ranks} {'ranks' if sharing(given) == 1 else 'groups of ranks'}"
         raise Unreadable(
             f"must be {_MICRO} x {_WINDOW} x ranks, got {size} for {product}, which DeepSpeed refuses too; correct one"
         )

@@ -12,6 +12,8 @@ from unishard.contract.rules import Fit
 from unishard_deepspeed.keys.values import dtype
 
 ARGUMENTS = "of the TrainingArguments"
+SHARING, DATA_SIZE = "sequence_parallel_size", "data_parallel_size"
+"""Ranks that share each sample, and groups of those."""
 LEAST_STAGE = {"param": 3, "optimizer": 1}
 """The stage of ZeRO from which on DeepSpeed offloads parameters, and an optimizer."""
 
@@ -22,6 +24,16 @@ def quiet(convert: Callable[[Any], Any], value: Any, otherwise: Any = None) -> A
         return convert(value)
     except Unreadable:
         return otherwise
+
+
+def sharing(given: DocumentValues) -> int:
+    """How many ranks share each sample."""
+    return int(quiet(integer(1), given.get(SHARING), 1))
+
+
+def readers(given: DocumentValues) -> int | None:
+    """How many ranks or groups of them read samples of their own; None where it is not known."""
+    return given.topology.world_size // sharing(given) if given.topology else None
 
 
 def dropped(note: str) -> KeyEffect:

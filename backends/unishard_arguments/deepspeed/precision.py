@@ -16,7 +16,7 @@ from unishard.contract.field_rows import exact, left_to_script, row
 from unishard.contract.key_rows import boolean, integer, number, rejected, sets
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, When, approximate, is_, unless, unsupported
-from unishard_arguments.deepspeed.facts import compute, dropped, may_compute, only, quiet, stage, undecided
+from unishard_arguments.deepspeed.facts import compute, dropped, may_compute, only, quiet, sharing, stage, undecided
 from unishard_deepspeed import fields
 from unishard_deepspeed.keys.values import dtype
 
@@ -33,6 +33,8 @@ def assumed(given: DocumentValues) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if compute(given) != "fp32":
         found |= {"communication_data_type": None, "data_types.grad_accum_dtype": None}
+        if sharing(given) > 1:
+            found |= {"seq_parallel_communication_data_type": "fp32"}
     if _dynamic(given):
         found |= {"fp16.loss_scale_window": 1000, "fp16.hysteresis": _USUAL_HYSTERESIS}
     return found
@@ -69,6 +71,8 @@ def _autocast(value: Any, given: DocumentValues) -> KeyEffect:
 
 
 def _reduce(value: Any, given: DocumentValues) -> KeyEffect:
+    if sharing(given) > 1:
+        return dropped("seq_parallel_communication_data_type decides instead, fp32 where it is absent")
     if value is not None:
         return KeyEffect(fields={"precision.reduce": dtype(value)})
     found = compute(given)

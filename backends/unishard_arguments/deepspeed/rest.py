@@ -138,7 +138,6 @@ KEYS: Mapping[str, Key] = {
         "sums gradients instead of averaging them; write mean, and scale the loss",
         lambda value: str(value).lower() == "mean",
     ),
-    "sequence_parallel_size": refuses(_RANKS, _size),
     "seq_parallel_comm_data_type": drops("a name of older versions; only used with sequence parallelism"),
     "tensor_parallel": Key(_tensor_parallel, "", Fit.UNSUPPORTED, _RANKS),
     "expert_parallel": refuses(_RANKS, _off),

@@ -129,7 +129,7 @@ _SECTIONS: dict[str, Row] = {
     "seq_parallel_communication_data_type": refused(
         _PARALLEL, values.REDUCTION, ignored="only used with sequence parallelism"
     ),
-    "sequence_parallel_size": refused(_PARALLEL),
+    "sequence_parallel_size": refused("would split samples a second time; write parallel.sequence instead"),
     "data_parallel_size": refused(_PARALLEL, ignored="follows from the number of ranks"),
     "tensor_parallel": refused(_PARALLEL),
     "expert_parallel": refused(_PARALLEL),

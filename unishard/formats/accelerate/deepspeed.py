@@ -20,6 +20,7 @@ from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
 from unishard.errors import ConfigError
 from unishard.formats.accelerate.entries import TOOL, block_of, dropped, overlooked, precision_of, refused
+from unishard.formats.accelerate.sequence import BLOCK, name_of, size_of
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.names import names
 from unishard.formats.source import Source, open_named
@@ -90,6 +91,7 @@ def deepspeed_entries(
             spot_ = Spot(("deepspeed_config", name), value, assumed=name not in block, note=note, notable=bool(note))
             arguments.add(NAMES[name], value, spot_)
     _compute(arguments, precision, spot)
+    _share(arguments, document)
     return [*entries, *arguments.entries(topology=topology)]
 
 
@@ -172,6 +174,14 @@ def _compute(arguments: EngineBlock, precision: str, spot: Spot) -> None:
             arguments.add("bf16", {"enabled": True}, spot)
 
 
+def _share(arguments: EngineBlock, document: Mapping[str, Any]) -> None:
+    """The ranks that share samples, which Accelerate says to DeepSpeed by `mpu`."""
+    name = name_of("sp")
+    value = block_of(document, BLOCK).get(name, 1)
+    if size_of(value) > 1:
+        arguments.add("sequence_parallel_size", size_of(value), Spot((BLOCK, name), value))
+
+
 def no_file(path: Path, name: Any) -> Entry:
     """An entry for a file that is not there: its values must be decided elsewhere."""
     note = (
@@ -240,7 +250,11 @@ def file_entries(source: Source, spot: Spot, topology: Topology | None) -> list[
                 FILE, name, f"{TOOL} refuses a file without zero_optimization; write zero_optimization: {{stage: 0}}"
             ),
         ]
-    return [*entries, Entry(FILE, name, KeyEffect(note="its keys follow")), *_beside_file(document, topology)]
+    return [
+        *entries,
+        Entry(FILE, name, KeyEffect(note="its keys follow")),
+        *_beside_file(document, source.data, topology),
+    ]
 
 
 def _beside(name: str, value: Any) -> Entry:
@@ -281,11 +295,12 @@ def _decoded(text: str) -> str:
         return ""
 
 
-def _beside_file(document: Mapping[str, Any], topology: Topology | None) -> list[Entry]:
+def _beside_file(document: Mapping[str, Any], around: Mapping[str, Any], topology: Topology | None) -> list[Entry]:
     """What DeepSpeed makes of the file after Accelerate has filled in what it can."""
     block = EngineBlock("deepspeed", FILE, native=dict(document))
     said = dict(flat(document))
     for key, value in _FILLED.items():
         if said.get(key) == AUTO:
             block.add(key, value, Spot((*FILE, *key.split(".")), AUTO))
+    _share(block, around)
     return block.entries(topology=topology)

@@ -15,7 +15,7 @@ from unishard.config import Config
 from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
 from unishard.contract.fallbacks import rows
-from unishard.contract.field_rows import asked, copied, exact, left_to_script, no_key, row
+from unishard.contract.field_rows import asked, copied, exact, left_to_script, no_key, row, when_default
 from unishard.contract.rules import (
     HYBRID,
     NO_KEY,
@@ -24,9 +24,11 @@ from unishard.contract.rules import (
     Rule,
     approximate,
     equivalent,
+    is_,
     unless,
     unsupported,
 )
+from unishard.formats.accelerate import sequence
 from unishard.formats.accelerate.deepspeed import NAMES, NEVER
 from unishard.formats.accelerate.fsdp import CLASSES
 from unishard.formats.accelerate.rules import mixed
@@ -119,6 +121,36 @@ _SHARDING: Mapping[str, Rule] = {
     ),
 }
 
+
+def _shares(cfg: Config) -> bool:
+    return cfg.parallel.sequence.on
+
+
+def _groups(cfg: Config, topology: Topology) -> Native:
+    """The mesh, where ranks share samples."""
+    size, world = cfg.parallel.sequence.size, topology.world_size
+    if size == 1 or world % size:
+        return {}
+    return sequence.block(dp_replicate_size=1, dp_shard_size=world // size, sp_size=size, sp_backend="deepspeed")
+
+
+_SEQUENCE: Mapping[str, Rule] = {
+    "parallel.sequence.size": row(
+        Fit.APPROXIMATE,
+        f"parallelism_config.{sequence.name_of('sp')}",
+        "the script weighs each rank's loss by its tokens; Trainer does it",
+        when_default("parallel.sequence.size"),
+        to=_groups,
+    ),
+    "parallel.sequence.method": row(
+        Fit.EQUIVALENT,
+        f"parallelism_config.{sequence.name_of('sp')}",
+        "DeepSpeed has only Ulysses, whose size must divide the heads: the same math, other traffic",
+        unless(*is_("parallel.sequence.method", "ulysses")),
+    ),
+    **sequence.BY_SCRIPT,
+}
+
 _PRECISION: Mapping[str, Rule] = {
     "precision.compute": exact(
         "mixed_precision", to=lambda cfg, topology: {"mixed_precision": cfg.precision.compute if mixed(cfg) else "no"}
@@ -126,11 +158,11 @@ _PRECISION: Mapping[str, Rule] = {
     "precision.master": no_key(
         f"training without fp32 master weights {_FILE}", lambda cfg: not cfg.precision.pure, "fp32", Fit.UNSUPPORTED
     ),
-    "precision.reduce": no_key(
-        "DeepSpeed reduces in the compute dtype; another one " + _FILE,
-        lambda cfg: cfg.precision.reduce == cfg.precision.compute,
-        "that of compute",
+    "precision.reduce": row(
         Fit.APPROXIMATE,
+        NO_KEY,
+        "DeepSpeed reduces in the compute dtype, and with sequence parallelism in fp32; another one " + _FILE,
+        unless("that", lambda cfg: cfg.precision.reduce == ("fp32" if _shares(cfg) else cfg.precision.compute)),
     ),
     "precision.accumulate": no_key(
         "DeepSpeed accumulates in the compute dtype; another one " + _FILE,
@@ -205,5 +237,5 @@ _LOOP: Mapping[str, Rule] = {
     ),
 }
 
-DEEPSPEED_RULES: Mapping[str, Rule] = rows(BY_SCRIPT, _SHARDING, _PRECISION, _LOOP)
+DEEPSPEED_RULES: Mapping[str, Rule] = rows(BY_SCRIPT, _SHARDING, _PRECISION, _SEQUENCE, _LOOP)
 """Rows in the order of the schema."""

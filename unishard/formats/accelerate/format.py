@@ -14,10 +14,11 @@ from unishard.contract.render import FieldResult, WrittenDocument
 from unishard.contract.rules import Fit
 from unishard.formats.accelerate.deepspeed import NO_FILE, OF_THE_FILE, deepspeed_entries, file_entries
 from unishard.formats.accelerate.entries import KINDS, NO_WORDS, TOOL, block_of, dropped, kind_of, precision_of, refused
-from unishard.formats.accelerate.fsdp import CLASSES, fsdp_entries
+from unishard.formats.accelerate.fsdp import CLASSES, fsdp_entries, version_of
 from unishard.formats.accelerate.keys import KEYS
 from unishard.formats.accelerate.rules import FSDP_RULES
 from unishard.formats.accelerate.script import launch_of
+from unishard.formats.accelerate.sequence import around
 from unishard.formats.accelerate.writing import expressed, for_trainer, text_of
 from unishard.formats.engine_block import Spot
 from unishard.formats.format import Format
@@ -99,13 +100,16 @@ def _tool_entries(document: Mapping[str, Any], topology: Topology | None) -> Ite
     own = {name: value for name, value in document.items() if name not in _BLOCKS}
     groups = block_of(document, "parallelism_config")
     if groups:
-        others = {name: value for name, value in groups.items() if name not in _SIZES}
+        rest = {name: value for name, value in groups.items() if name not in _SIZES}
         own = {name: value for name, value in own.items() if name != "parallelism_config"}
-        own |= {"parallelism_config": others} if others else {}
+        own |= {"parallelism_config": rest} if rest else {}
     for name in _PREFIXED:
         if block := block_of(document, name):
             own[name] = {_prefixed(name, key): value for key, value in block.items()}
-    for entry in interpret(KEYS, own, tool=TOOL, ignores_unknown=lambda key: "." in key, topology=topology):
+    others = around(document, version_of(document))
+    for entry in interpret(
+        KEYS, own, tool=TOOL, ignores_unknown=lambda key: "." in key, defaults=others, topology=topology
+    ):
         if entry.effect.fit in (Fit.UNSUPPORTED, Fit.NEEDS_INPUT) or entry.path != _precision_spot(document).path:
             yield from (_replaced(entry, document) for entry in _renamed(entry, document))
     if "distributed_type" not in document:

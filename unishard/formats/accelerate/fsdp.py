@@ -13,6 +13,7 @@ from unishard.contract.key_rows import boolean, integer, listed
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
 from unishard.formats.accelerate.entries import TOOL, block_of, dropped, overlooked, refused
+from unishard.formats.accelerate.sequence import name_of, size_of
 from unishard.formats.engine_block import EngineBlock, Spot
 from unishard.formats.names import names
 
@@ -93,6 +94,11 @@ def _twice(document: Mapping[str, Any], block: Mapping[str, tuple[Any, Any]]) ->
             )
 
 
+def version_of(document: Mapping[str, Any]) -> int:
+    """Which FSDP a document runs."""
+    return _version({_full(name): (name, value) for name, value in block_of(document, "fsdp_config").items()})
+
+
 def _version(block: Mapping[str, tuple[Any, Any]]) -> int:
     """Which FSDP runs; the launcher assumes 1, where the wizard writes 2."""
     try:
@@ -162,8 +168,7 @@ def _assumed(native: Mapping[str, Any], version: int) -> Mapping[str, Any]:
     return {**_LAUNCHER, **saved, **({"min_num_params": _LEAST} if by_size else {})}
 
 
-_WITHIN = tuple(f"parallelism_config_{axis}_size" for axis in ("tp", "cp", "sp"))
-_AXES = {axis: f"parallelism_config_dp_{axis}_size" for axis in ("replicate", "shard")}
+_AXES = {axis: name_of(f"dp_{axis}") for axis in ("replicate", "shard")}
 
 
 def _groups(
@@ -178,10 +183,12 @@ def _groups(
         except Unreadable as error:
             yield refused(("parallelism_config", name), block[name], str(error))
     given = {axis: ("parallelism_config", name) for axis, name in _AXES.items() if name in block and axis in sizes}
-    within = math.prod(_size(block.get(name)) for name in _WITHIN)
+    within = math.prod(size_of(block.get(name_of(axis), 1)) for axis in ("tp", "cp", "sp"))
     fault = _fault(sizes, version, topology, within) if len(sizes) == len(_AXES) and given else ""
     if not fault and len(sizes) == len(given) == len(_AXES) and min(sizes.values()) > 1:
-        arguments.add("mesh", sizes, *(Spot(path, block[path[1]]) for path in given.values()))
+        # FSDP shards over the ranks that share a sample as well.
+        mesh = sizes | {"shard": sizes["shard"] * size_of(block.get(name_of("cp"), 1))}
+        arguments.add("mesh", mesh, *(Spot(path, block[path[1]]) for path in given.values()))
         return
     for path in given.values():
         value = block[path[1]]
@@ -192,16 +199,10 @@ def _groups(
         )
 
 
-def _size(value: Any) -> int:
-    """Of parallelism within a model, whose own key says what is wrong with it."""
-    try:
-        return int(integer(1)(value))
-    except Unreadable:
-        return 1
-
-
 def _fault(sizes: Mapping[str, int], version: int, topology: Topology | None, within: int) -> str:
-    """Why Accelerate refuses such groups, each rank of which is so many; empty if it does not."""
+    """Why Accelerate refuses such groups, each rank of which is so many; empty if it does not, or the key of those says
+    it.
+    """
     total = sizes["replicate"] * sizes["shard"]
     if total == 1:
         return ""
@@ -209,11 +210,8 @@ def _fault(sizes: Mapping[str, int], version: int, topology: Topology | None, wi
         return f"{TOOL} has groups only in FSDP2; write fsdp_version: 2 or HYBRID_SHARD"
     if sizes["shard"] == 1:
         return "leaves FSDP nothing to shard; write parallelism_config_dp_shard_size above 1"
-    if topology is not None and topology.world_size > 1 and topology.world_size != total * within:
-        return (
-            f"makes {total * within} ranks of the {topology.world_size} that there are; their product must be "
-            "num_processes"
-        )
+    if topology is not None and topology.world_size > 1 and within == 1 and topology.world_size != total:
+        return f"makes {total} ranks of the {topology.world_size} that there are; their product must be num_processes"
     return ""
 
 

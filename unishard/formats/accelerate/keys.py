@@ -15,6 +15,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.key_rows import boolean, drops, integer, one_of, refuses, rejected, text
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
+from unishard.formats.accelerate import sequence
 from unishard.formats.accelerate.entries import KINDS, TOOL, kind_named, precision_word
 from unishard.formats.names import names
 
@@ -170,18 +171,12 @@ def _compile_regional(value: Any, given: DocumentValues) -> KeyEffect:
 
 def _parallel(name: str) -> Key:
     """A size above 1 is not supported. None is repeated: sizes are written where groups are, or nowhere."""
-    why = f"only data parallelism is supported, not {name} parallelism; train without it and set it to 1"
+    why = f"{name} parallelism is not supported; train without it and set it to 1"
 
     def read(value: Any, given: DocumentValues) -> KeyEffect:
         return KeyEffect(Fit.IGNORED, "is off") if integer(1)(value) == 1 else KeyEffect(Fit.UNSUPPORTED, why)
 
     return Key(read, "", Fit.UNSUPPORTED, why)
-
-
-def _off(name: str) -> Key:
-    """A key of a parallelism that is refused where it is on."""
-    why = f"belongs to {name} parallelism"
-    return Key(lambda value, given: KeyEffect(Fit.IGNORED, why), "", Fit.IGNORED, why)
 
 
 def _dropped(why: str, convert: Callable[[Any], Any]) -> Key:
@@ -230,21 +225,6 @@ _FP8_KEYS: Mapping[str, Key] = {
     }.items()
 }
 
-_PARALLEL_KEYS: Mapping[str, Key] = {
-    f"parallelism_config.parallelism_config_{name}": key
-    for name, key in {
-        "tp_size": _parallel("tensor"),
-        "cp_size": _parallel("context"),
-        "cp_backend": _off("context"),
-        "cp_comm_strategy": _off("context"),
-        "sp_size": _parallel("sequence"),
-        "sp_backend": _off("sequence"),
-        "sp_seq_length": _off("sequence"),
-        "sp_seq_length_is_variable": _off("sequence"),
-        "sp_attn_implementation": _off("sequence"),
-    }.items()
-}
-
 KEYS: Mapping[str, Key] = {
     "compute_environment": Key(_environment, "", Fit.IGNORED, _LAUNCHER),
     "distributed_type": Key(
@@ -276,8 +256,9 @@ KEYS: Mapping[str, Key] = {
     },
     **{name: rejected("only used by SageMaker jobs") for name in _SAGEMAKER},
     **_DYNAMO_KEYS,
-    "parallelism_config": drops("is empty"),
-    **_PARALLEL_KEYS,
+    sequence.BLOCK: drops("is empty"),
+    sequence.dotted("tp_size"): _parallel("tensor"),
+    **sequence.KEYS,
     "fp8_config": drops("is empty"),
     **_FP8_KEYS,
     "megatron_lm_config": drops("belongs to distributed_type: MEGATRON_LM"),

@@ -37,7 +37,9 @@ from unishard.contract.rules import (
     needs_input,
     sharded,
     unless,
+    unsupported,
 )
+from unishard.formats.accelerate import sequence
 from unishard.formats.accelerate.script import BY_SCRIPT
 
 
@@ -71,12 +73,13 @@ def _strategy(cfg: Config, topology: Topology) -> Native:
 
 
 def _groups(cfg: Config, topology: Topology) -> Native:
-    """The mesh, where several groups hold a copy each."""
-    group = cfg.sharding.group_size or topology.local_world_size
-    if not cfg.sharding.hybrid or topology.world_size <= group or topology.world_size % group:
+    """The mesh, where several groups hold a copy each, or ranks share samples."""
+    world, sharing = topology.world_size, cfg.parallel.sequence.size
+    group = (cfg.sharding.group_size or topology.local_world_size) if cfg.sharding.hybrid else world
+    if not sharded(cfg) or world % group or group % sharing or (world <= group and sharing == 1):
         return {}
-    sizes = {"dp_replicate_size": topology.world_size // group, "dp_shard_size": group}
-    return {"parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()}}
+    shared: Native = {} if sharing == 1 else {"cp_size": sharing, "cp_comm_strategy": "allgather"}
+    return sequence.block(dp_replicate_size=max(world // group, 1), dp_shard_size=group // sharing, **shared)
 
 
 def _units(cfg: Config, topology: Topology) -> Native:
@@ -187,6 +190,25 @@ _PRECISION: Mapping[str, Rule] = {
     ),
 }
 
+_SEQUENCE: Mapping[str, Rule] = {
+    "parallel.sequence.size": row(
+        Fit.APPROXIMATE,
+        f"parallelism_config.{sequence.name_of('cp')}",
+        "the script calls the model and backward inside accelerator.maybe_context_parallel(...), with labels that it "
+        "has shifted, and weighs each rank's loss by its tokens; Trainer does it",
+        when_default("parallel.sequence.size"),
+        unsupported("no_shard", _replicas, f"{sequence.ALONE['cp']}; set sharding.strategy"),
+        to=_groups,
+    ),
+    "parallel.sequence.method": row(
+        Fit.EQUIVALENT,
+        "parallelism_config.parallelism_config_cp_comm_strategy",
+        "Accelerate gathers keys and values there: the same math, other traffic",
+        unless(*is_("parallel.sequence.method", "allgather")),
+    ),
+    **sequence.BY_SCRIPT,
+}
+
 _LOOP: Mapping[str, Rule] = {
     **moved_together(
         "fsdp_config.fsdp_offload_params",
@@ -264,5 +286,5 @@ _NOTES = noted(
     }
 )
 
-FSDP_RULES: Mapping[str, Rule] = rows(_SHARDING, _PRECISION, _LOOP, BY_SCRIPT, _NOTES)
+FSDP_RULES: Mapping[str, Rule] = rows(_SHARDING, _PRECISION, _SEQUENCE, _LOOP, BY_SCRIPT, _NOTES)
 """Rows in the order of the schema."""

@@ -64,6 +64,10 @@ _NO_KEY = FieldResult(
 _ENGINES = ("backend", "native", "sharding.", "offload.")
 """Fields that are the engine's, not the training script's: Accelerate without `fsdp_auto_wrap_policy` gathers the whole
 model at once."""
+_NO_SHARDS = (
+    "Accelerate shards over groups of {} ranks in parts of {} for sequences, which must be more than one; choose a "
+    "larger sharding.group_size or full_shard"
+)
 _NO_GROUPS = "{} ranks make no groups of {}; add --world-size and --gpus-per-node"
 
 
@@ -90,6 +94,7 @@ def expressed(reading: ReadDocument, topology: Topology) -> WrittenDocument:
         **said.fields,
         **_native_words(config),
         **_group_words(reading, topology, said.fields["sharding.strategy"]),
+        **_sharing_words(reading, topology, said.fields["parallel.sequence.size"]),
     }
     return WrittenDocument(merge(said.document, merge(_ranks(reading, topology), _starts(config, topology))), words)
 
@@ -131,6 +136,18 @@ def _group_words(reading: ReadDocument, topology: Topology, word: FieldResult) -
             Fit.UNSUPPORTED, "parallelism_config", _NO_GROUPS.format(topology.world_size, group)
         )
     }
+
+
+def _sharing_words(reading: ReadDocument, topology: Topology, word: FieldResult) -> Mapping[str, FieldResult]:
+    """What became of ranks that share samples where their groups cannot be written."""
+    size, sharding, world = reading.config.parallel.sequence.size, reading.config.sharding, topology.world_size
+    if size == 1 or word.fit is Fit.UNSUPPORTED:
+        return {}
+    group = (sharding.group_size or topology.local_world_size) if sharding.hybrid else world
+    why = "" if world % size == 0 else _NO_GROUPS.format(world, size)
+    if sharding.hybrid and (group % size or group == size):
+        why = _NO_SHARDS.format(group, size)
+    return {"parallel.sequence.size": FieldResult(Fit.UNSUPPORTED, word.key, why)} if why else {}
 
 
 def text_of(document: Native) -> str:

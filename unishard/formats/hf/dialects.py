@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
-from unishard.contract.key_rows import boolean, drops, refuses
+from unishard.contract.key_rows import boolean, drops, integer, one_of, refuses
 from unishard.contract.rules import Fit, worst
 from unishard.formats.hf.loop import compute, off
 from unishard.formats.names import ignored, names
@@ -89,10 +89,28 @@ def _offloads(value: Any, given: DocumentValues) -> KeyEffect:
 _SURELY = 5
 _DEGREES = names(
     "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size context_parallel_size "
-    "sequence_parallel_size tensor_parallel_size pipeline_parallel_size expert_parallel_size "
-    "virtual_pipeline_model_parallel_size"
+    "tensor_parallel_size pipeline_parallel_size expert_parallel_size virtual_pipeline_model_parallel_size"
 )
-_WHOLE = "layers or sequences that are split between ranks are not supported; write 1 and use fsdp or deepspeed"
+_WHOLE = "layers that are split between ranks are not supported; write 1 and use fsdp or deepspeed"
+SHARING, MODE = "sequence_parallel_size", "sequence_parallel_mode"
+_MODES = {"zigzag-ring": "allgather", "ulysses": "ulysses"}
+_PASSED = "keys and values are gathered at once, not passed from rank to rank: the same math, other traffic"
+
+
+def _shared(value: Any, given: DocumentValues) -> KeyEffect:
+    """360-LLaMA-Factory's key: its own attention, and the loss of all tokens."""
+    if off(value) or integer(1)(value) == 1:
+        return left_out("is off")
+    mode = one_of(_MODES)(given.get(MODE) or "zigzag-ring")
+    fields = {"parallel.sequence.size": integer(1)(value), "parallel.sequence.method": mode}
+    return KeyEffect(Fit.EXACT, "", fields, copy_verbatim=True)
+
+
+def _mode(value: Any, given: DocumentValues) -> KeyEffect:
+    method = one_of(_MODES)(value)
+    if off(given.get(SHARING)) or given.get(SHARING) in (1, "1"):
+        return left_out(f"only used with {SHARING}")
+    return KeyEffect(Fit.EXACT if method == "ulysses" else Fit.EQUIVALENT, _PASSED, copy_verbatim=True)
 
 
 DIALECT: Mapping[str, Key] = {
@@ -110,6 +128,8 @@ DIALECT: Mapping[str, Key] = {
         for name in ("GaLore", "BAdam", "APOLLO", "Adam-mini", "Muon")
     },
     **{name: refuses(_WHOLE, lambda value: off(value) or str(value) == "1") for name in _DEGREES},
+    SHARING: Key(_shared, "parallel.sequence.size, parallel.sequence.method"),
+    MODE: Key(_mode, "", Fit.EQUIVALENT, _PASSED),
     "disable_gradient_checkpointing": Key(_recomputes, "activation_checkpointing"),
     "activation_offloading": Key(_offloads, "offload.activations"),
     "loraplus_lr_ratio": refuses("gives LoRA's B matrices another rate; write optimizer.groups instead", off),

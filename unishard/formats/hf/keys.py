@@ -15,6 +15,7 @@ from unishard.formats.hf.loop import LOOP, off
 from unishard.formats.hf.optimizing import OPTIMIZER
 from unishard.formats.hf.saving import SAVED
 from unishard.formats.hf.scheduling import SCHEDULE
+from unishard.formats.hf.sequence import KEYS as SEQUENCE
 from unishard.formats.names import ignored
 
 _FILES = "affects only checkpoints"
@@ -101,6 +102,7 @@ _ROWS: Mapping[str, Key] = {
     **OPTIMIZER,
     **SCHEDULE,
     **SAVED,
+    **SEQUENCE,
     "fsdp": _engine("fsdp"),
     "fsdp_config": _engine("fsdp"),
     "deepspeed": _engine("deepspeed"),

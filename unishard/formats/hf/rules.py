@@ -13,10 +13,12 @@ from unishard.contract.field_rows import (
     BEFORE_EACH_FORWARD,
     BUFFERS,
     RESHARDS_TO_ALL,
+    asked,
     copied,
     exact,
     left_to_script,
     nonfinite_unchecked,
+    row,
     when_default,
 )
 from unishard.contract.render import AUTO, FieldResult, WrittenDocument, render
@@ -24,6 +26,7 @@ from unishard.contract.rules import (
     HYBRID,
     NO_KEY,
     PURE,
+    SCRIPT,
     Fit,
     Rule,
     approximate,
@@ -33,6 +36,7 @@ from unishard.contract.rules import (
     needs_input,
     sharded,
     unless,
+    unsupported,
 )
 from unishard.errors import ConfigError, Problem
 from unishard.formats.hf.kept import with_arguments
@@ -47,10 +51,16 @@ from unishard.formats.same_engine import without_unishards
 _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
 _ZERO_WORDS = ("sharding.", "precision.", "offload.", "communication.", "training.nonfinite", "native")
 """Fields that DeepSpeed's config says; the others are TrainingArguments with it as well."""
+_NOT_IN_CONFIG = (
+    *("optimizer", "scheduler"),
+    *("sequence_parallel_size", "data_parallel_size", "seq_parallel_communication_data_type"),
+)
+"""What Trainer hands to DeepSpeed itself."""
 _NOT_ZERO = ("precision.matmul", "offload.activations")
 """A switch of torch and an argument beside the engine, whatever that is."""
 
 
+_METHODS = {"fsdp": "allgather", "deepspeed": "ulysses"}
 _SCALER = "GradScaler has its defaults; override Trainer.create_accelerator_and_postprocess"
 
 FSDP: Mapping[str, Rule] = {
@@ -92,6 +102,27 @@ FSDP: Mapping[str, Rule] = {
         ),
     ),
     "sharding.group_size": left_to_script("say it in that ParallelismConfig"),
+    "parallel.sequence.size": row(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        "pass parallelism_config=ParallelismConfig(cp_size=..., dp_shard_size=...), with deepspeed sp_size",
+        when_default("parallel.sequence.size"),
+        unsupported("no_shard on torch", without, "Trainer shares samples only with fsdp or deepspeed; write one"),
+    ),
+    "parallel.sequence.method": row(
+        Fit.EQUIVALENT,
+        SCRIPT,
+        "cp_size gathers keys and values, sp_size exchanges heads: the same math, other traffic",
+        unless("that of the engine", lambda cfg: cfg.parallel.sequence.method == _METHODS.get(cfg.backend)),
+    ),
+    **asked(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        {
+            "parallel.sequence.keys": "split these tensors of a batch",
+            "parallel.sequence.pad_to": "pad_to_multiple_of of the data collator",
+        },
+    ),
 }
 """Rows with `fsdp` or neither engine."""
 
@@ -153,7 +184,7 @@ def _fsdp(reading: ReadDocument, said: WrittenDocument) -> WrittenDocument:
 
 def _deepspeed(reading: ReadDocument, said: WrittenDocument) -> WrittenDocument:
     own = without_unishards(said.document, reading)
-    config = {key: value for key, value in own.items() if key not in ("optimizer", "scheduler")}
+    config = {key: value for key, value in own.items() if key not in _NOT_IN_CONFIG}
     # transformers fills these in from the arguments, and refuses two places that disagree.
     config = merge(config, dict.fromkeys(_FILLED, AUTO))
     for block in ("bf16", "fp16"):

@@ -9,7 +9,7 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, left_out
 from unishard.contract.render import AUTO, FieldResult, WrittenDocument
 from unishard.contract.rules import NO_KEY, Fit
-from unishard.formats.hf.dialects import LLAMAFACTORY
+from unishard.formats.hf.dialects import LLAMAFACTORY, MODE, SHARING
 from unishard.formats.hf.format import ScriptFormat, is_whole
 from unishard.formats.hf.loop import DEEPSPEED
 from unishard.formats.llamafactory.shipped import shipped_config, told
@@ -42,7 +42,7 @@ class LlamaFactoryFormat(ScriptFormat):
 
     def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
         """The arguments that train, with LLaMA-Factory's own switch for checkpointed layers."""
-        said = super().write(reading, topology)
+        said = _with_sharing(super().write(reading, topology), reading)
         off = reading.config.activation_checkpointing == "none"
         silent = off and reading.decides(_RECOMPUTES) and is_whole(said.document)
         if _RECOMPUTES not in said.fields and not silent:
@@ -54,6 +54,22 @@ class LlamaFactoryFormat(ScriptFormat):
         if _OFFLOADED in said.fields and _OFFLOADED not in words and reading.config.offload.activations != "none":
             words[_OFFLOADED] = FieldResult(Fit.APPROXIMATE, NO_KEY, "activations stay on the device: the same losses")
         return WrittenDocument(document, {**words, _RECOMPUTES: word._replace(key=_SWITCH)})
+
+
+def _with_sharing(said: WrittenDocument, reading: ReadDocument) -> WrittenDocument:
+    """The document with the ranks that share samples."""
+    section = reading.config.parallel.sequence
+    if not section.on:
+        return said
+    mode = "zigzag-ring" if section.method == "allgather" else "ulysses"
+    words = {
+        "parallel.sequence.size": FieldResult(Fit.EXACT, SHARING, _FORK),
+        "parallel.sequence.method": FieldResult(Fit.EQUIVALENT, MODE, "the same math, other traffic"),
+    }
+    return WrittenDocument({**said.document, SHARING: section.size, MODE: mode}, {**said.fields, **words})
+
+
+_FORK = "only 360-LLaMA-Factory knows the key"
 
 
 def _pure(entries: Sequence[Entry], data: Mapping[str, Any]) -> Sequence[Entry]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import DDPCommunicationHookType, DynamoBackend
+from accelerate.utils import DDPCommunicationHookType, DynamoBackend, recursively_apply
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -19,7 +19,13 @@ from unishard.config import Config
 from unishard.engine.engine import Engine
 from unishard.engine.prepare import prepare
 from unishard.errors import CheckpointError, ConfigError, ContractError, Problem
-from unishard.integrations.accelerate.configuring import agreed, config_of, unsharded_in_one_process
+from unishard.integrations.accelerate.configuring import (
+    agreed,
+    config_of,
+    shared_samples,
+    unsharded_in_one_process,
+)
+from unishard.integrations.accelerate.sharing import Sharing
 from unishard.integrations.accelerate.trained import EngineOptimizer, Trained, WatchedScheduler
 from unishard.integrations.saving import replace_checkpoint
 
@@ -59,6 +65,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         arguments = {
             "precision.compute": None if precision == "no" else precision,
             "training.gradient_accumulation_steps": kwargs.get("gradient_accumulation_steps"),
+            **shared_samples(kwargs.pop("parallelism_config", None), "parallelism_config"),
         }
         config = agreed(config_of(cfg), arguments)
         if "gradient_accumulation_plugin" not in kwargs:
@@ -76,12 +83,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         if ignored := [name for name in _HANDLERS if _changes_training(getattr(self, name, None))]:
             _logger.warning("the engine has no use for %s of Accelerate; the config says how it trains", *ignored[:1])
+        self._gathers_once = False
         self._models: list[nn.Module]
         self._optimizers: list[Any]
         self.scaler, self.native_amp = None, False  # the engine casts, and scales losses
         self._trained: list[Trained] = []
         self._replicas: list[Engine] = []
         """Of models that are prepared for evaluation only."""
+        self.sharing = Sharing(self.config)
+        self.sharing.require_own_reading(self.dispatch_batches)
+        if self.sharing.on:  # by default, one rank reads a stream for all
+            self.dataloader_config.dispatch_batches = False
         self._untrained: list[nn.Module] = []
         """Prepared without an optimizer, which may come in a later call."""
 
@@ -183,7 +195,41 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         prepared = super().prepare_scheduler(scheduler)
         if prepared is not scheduler:
             prepared.__class__ = WatchedScheduler
+            prepared.sharing = self.sharing
         return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; ranks that share samples read the same ones."""
+        self.sharing.align(data_loader)
+        with self.sharing.counting_groups():
+            return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+    @property
+    def num_processes(self) -> int:
+        """As Accelerate's."""
+        return self.sharing.number(self.state.num_processes)
+
+    @property
+    def process_index(self) -> int:
+        """As Accelerate's."""
+        return self.sharing.index(self.state.process_index)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As Accelerate's; of ranks that share samples, one counts."""
+        if not self.sharing.on:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        if use_gather_object or not _all_tensors(input_data):
+            return super().gather_for_metrics(input_data if self.sharing.leads else [], use_gather_object=True)
+        self._gathers_once = True
+        try:
+            return super().gather_for_metrics(input_data)
+        finally:
+            self._gathers_once = False
+
+    def gather(self, tensor: Any) -> Any:
+        """As Accelerate's, of every rank."""
+        gathered = super().gather(tensor)
+        return self.sharing.once(gathered) if self._gathers_once else gathered
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -334,6 +380,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for engine in self._replicas:
             engine.close()
         self._trained, self._replicas, self._untrained = [], [], []
+
+
+def _all_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 def _changes_training(handler: Any) -> bool:

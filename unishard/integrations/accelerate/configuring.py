@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Collection, Mapping
@@ -17,10 +18,13 @@ from unishard.config.loading import load
 from unishard.config.loading.launched import CONFIG
 from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
+from unishard.contract.entries import Unreadable
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
+from unishard.formats.accelerate.sequence import BLOCK
+from unishard.formats.hf.sequence import sharing_of
 
-__all__ = ["FILE", "agreed", "config_of", "translated", "unsharded_in_one_process"]
+__all__ = ["FILE", "agreed", "config_of", "shared_samples", "translated", "unsharded_in_one_process"]
 
 _logger = logging.getLogger("unishard")
 
@@ -38,8 +42,9 @@ _DEEPSPEED = {
 """Variables of `accelerate launch`, and the keys of its file (Accelerate 1.15, utils/launch.py)."""
 _FSDP = {"FSDP_TRANSFORMER_CLS_TO_WRAP": "fsdp_transformer_layer_cls_to_wrap"}
 """The one whose key is not its name."""
-_SCRIPTS = ("optimizer", "scheduler")
-"""What the script around an Accelerator brings."""
+_GROUPS = "ACCELERATE_USE_PARALLELISM_CONFIG"
+_SCRIPTS = ("optimizer", "scheduler", "launch")
+"""What the script around an Accelerator brings, and what has started it."""
 
 
 def config_of(source: Config | str | Path | Mapping[str, Any] | None) -> Config:
@@ -103,12 +108,21 @@ def _of_launch(engine: str) -> Native:
     """The config file of `accelerate launch`, from the variables that it sets."""
     kind, environment = _ENGINES[engine], os.environ
     precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    document = {"distributed_type": kind, "mixed_precision": precision}
+    document = {"distributed_type": kind, "mixed_precision": precision, **_groups_of_launch()}
     if kind == "DEEPSPEED":
         settings = {key: environment[name] for name, key in _DEEPSPEED.items() if name in environment}
         return {**document, "deepspeed_config": {key: _value(text) for key, text in settings.items() if text != "none"}}
     named = {_FSDP.get(name, name.lower()): text for name, text in environment.items() if name.startswith("FSDP_")}
     return {**document, "fsdp_config": {key: _value(text) for key, text in named.items() if text != "None"}}
+
+
+def _groups_of_launch() -> Native:
+    """The block `parallelism_config`, which Accelerate must not see then, since it would build these groups itself."""
+    if os.environ.pop(_GROUPS, "false").lower() != "true":
+        return {}
+    prefix = f"{BLOCK.upper()}_"
+    named = {name.lower(): text for name, text in os.environ.items() if name.startswith(prefix) and text != "None"}
+    return {"num_processes": Topology.from_environment().world_size, BLOCK: {k: _value(v) for k, v in named.items()}}
 
 
 def _value(text: str) -> Any:
@@ -140,6 +154,25 @@ def agreed(cfg: Config, arguments: Mapping[str, Any]) -> Config:
             problem = f"is {written[field]}, but the framework's arguments say {value}; write it in one place"
             raise ConfigError([Problem(field, problem)])
     return cfg.override(*(f"{field}={value}" for field, value in arguments.items() if field not in written))
+
+
+def shared_samples(given: Any, name: str) -> Mapping[str, Any]:
+    """The fields of the config that an object `ParallelismConfig` says.
+
+    Args:
+        given: It, or None.
+        name: Of the argument that holds it.
+
+    Raises:
+        ConfigError: unishard has nothing like it, or the ranks are others.
+    """
+    if given is None:
+        return {}
+    values = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    try:
+        return sharing_of(values, Topology.from_environment().world_size)
+    except Unreadable as error:
+        raise ConfigError([Problem(name, str(error))]) from None
 
 
 def unsharded_in_one_process(cfg: Config) -> Config:

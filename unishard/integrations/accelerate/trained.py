@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from unishard.checkpoint.export.adapters import only_names
@@ -19,6 +20,7 @@ from unishard.contract.results import Step
 from unishard.engine.engine import Engine
 from unishard.engine.optim.stepping import same_model
 from unishard.errors import ContractError
+from unishard.integrations.accelerate.sharing import Sharing
 from unishard.integrations.saving import restore_options
 
 __all__ = ["EngineOptimizer", "Trained", "WatchedScheduler"]
@@ -228,8 +230,13 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
 
 class WatchedScheduler(AcceleratedScheduler):  # type: ignore[misc]
-    """Accelerate's, which takes `num_processes` steps for each update, and says once if that has ended it early."""
+    """Accelerate's, which takes `num_processes` steps for each update, and says once if that has ended it early. Ranks
+    that share samples count as one process.
+    """
 
+    sharing: Sharing
+    split_batches: bool
+    step_with_optimizer: bool
     _rose = False
     _said = False
 
@@ -244,7 +251,15 @@ class WatchedScheduler(AcceleratedScheduler):  # type: ignore[misc]
                 "the schedule has ended, and updates have a learning rate of 0: Accelerate steps a prepared scheduler "
                 "num_processes times for each update; give it num_processes times as many steps, or do not prepare it"
             )
-        super().step(*args, **kwargs)
+        if not self.sharing.on or self.split_batches or not self.step_with_optimizer:
+            super().step(*args, **kwargs)
+            return
+        self.split_batches = True  # one step in each turn
+        try:
+            for _ in range(self._ranks() if self.gradient_state.sync_gradients else 1):
+                super().step(*args, **kwargs)
+        finally:
+            self.split_batches = False
 
     def _ranks(self) -> int:
-        return int(self.optimizers[0].accelerator_state.num_processes) if self.optimizers else 1
+        return int(AcceleratorState().num_processes) // self.sharing.size

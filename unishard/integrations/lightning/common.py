@@ -41,6 +41,12 @@ def config_of(cfg: Config | str | Path | Mapping[str, Any] | None, arguments: Ma
         problem = f"{', '.join(wrong)} would be for DDP; remove it, and write in the config what it means, such as "
         raise ConfigError([Problem("", problem + "sharding.conditional_modules for find_unused_parameters")])
     config = cfg if isinstance(cfg, Config) else unishard.load(cfg)
+    if config.parallel.sequence.on:
+        problem = (
+            f"is {config.parallel.sequence.size}, but the steps of a LightningModule are not known to split samples; "
+            "set it to 1, or train the model with unishard's own loop, the Trainer or Accelerate"
+        )
+        raise ConfigError([Problem("parallel.sequence.size", problem)])
     if config.checkpoint.on_existing == "resume":
         problem = "resume would not reach Lightning's loops; remove it, and pass ckpt_path to fit, or call fabric.load"
         raise ConfigError([Problem("checkpoint.on_existing", problem)])

@@ -15,7 +15,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from unishard.config import Config
 from unishard.errors import ConfigError, Problem
-from unishard.integrations.accelerate.configuring import agreed, config_of, translated
+from unishard.integrations.accelerate.configuring import agreed, config_of, shared_samples, translated
 
 __all__ = ["UnishardArguments", "UnishardTrainingArguments", "config_for", "section_of_deepspeed"]
 
@@ -64,6 +64,7 @@ def config_for(args: Any, requested: Config | str | Path | Mapping[str, Any] | N
         config = translated({name: getattr(args, name) for name in _FSDP}, "hf", sections=_ENGINE)
     else:
         config = config_of(source)
+    shared = shared_samples(getattr(args, "parallelism_config", None), "TrainingArguments.parallelism_config")
     _switch_off(args)
     return agreed(
         config,
@@ -71,6 +72,7 @@ def config_for(args: Any, requested: Config | str | Path | Mapping[str, Any] | N
             "precision.compute": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
             "training.gradient_accumulation_steps": args.gradient_accumulation_steps,
             "training.gradient_clipping": args.max_grad_norm or None,
+            **shared,
         },
     )
 
@@ -113,6 +115,7 @@ def _switch_off(args: Any) -> None:
     """Keep transformers and Accelerate from building FSDP or DeepSpeed themselves."""
     args.fsdp_plugin_args = None
     args.deepspeed_plugin = None
+    args.parallelism_config = None
     unset_hf_deepspeed_config()
     state = PartialState()
     if state.distributed_type == DistributedType.DEEPSPEED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -20,7 +21,7 @@ from unishard.config import Config
 from unishard.engine.engine import Engine
 from unishard.engine.optim.optimizers import factory
 from unishard.engine.optim.schedule import factor
-from unishard.errors import CheckpointError
+from unishard.errors import CheckpointError, ConfigError, Problem
 from unishard.integrations.accelerate.accelerator import Accelerator
 from unishard.integrations.accelerate.trained import Trained
 from unishard.integrations.saving import replace_checkpoint
@@ -31,6 +32,8 @@ __all__ = ["UnishardMixin", "UnishardTrainer"]
 
 _FOLDER = "unishard"
 """Where the engine's state is, inside a checkpoint of the Trainer."""
+_GENERATES = ("num_generations", "generation_config")
+"""What trainers have that train on completions of their own model."""
 _FULL_EVAL = ("fp16_full_eval", "bf16_full_eval")
 
 _logger = logging.getLogger("unishard")
@@ -63,6 +66,16 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
         """
         self._unishard = unishard
         super().__init__(*args, **kwargs)
+        self._refuse_own_samples()
+
+    def _refuse_own_samples(self) -> None:
+        """Raise ConfigError if ranks that share samples would each make their own."""
+        if self.accelerator.sharing.on and any(hasattr(self, name) for name in _GENERATES):
+            what = (
+                f"is {self.accelerator.sharing.size}, but {type(self).__name__} trains on what each rank generates, "
+                "which ranks cannot share; set it to 1"
+            )
+            raise ConfigError([Problem("parallel.sequence.size", what)])
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Trainer's accelerator, and put it on the engines."""
@@ -73,6 +86,9 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
         self.accelerator.__class__ = _TrainersAccelerator
         self.accelerator.trainer = self
         self.accelerator._begin(config)
+        # The trainer has bound the one of the class before.
+        objects = getattr(self.args, "eval_use_gather_object", False)
+        self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=objects)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -100,6 +116,16 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
         finally:
             for name in full:
                 setattr(self.args, name, True)
+
+    def get_tp_size(self) -> int:
+        """How many ranks have the same batch, which the trainer counts as one."""
+        return self.accelerator.sharing.size * super().get_tp_size()  # type: ignore[no-any-return]
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        items = super()._get_num_items_in_batch(*args, **kwargs)
+        # The trainer divides by the ranks that have the same batch, also where it has not added theirs up.
+        added = self.args.average_tokens_across_devices and self.args.world_size > 1
+        return items if items is None or added else items * self.accelerator.sharing.size
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -131,7 +157,14 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """As the trainer's, by the size of the whole model."""
         name = getattr(self.model, "main_input_name", "input_ids")
-        return 6 * inputs[name].numel() * self._size if name in inputs and hasattr(self, "_size") else 0
+        known = name in inputs and hasattr(self, "_size")
+        return 6 * inputs[name].numel() * self._size // self.accelerator.sharing.size if known else 0
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        counted = self.state.num_input_tokens_seen - before  # on each rank
+        self.state.num_input_tokens_seen = before + counted // self.accelerator.sharing.size
 
     def add_callback(self, callback: Any) -> None:
         """As the trainer's; the one of TRL that moves a reference model towards the policy does so on the engines."""

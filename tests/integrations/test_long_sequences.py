@@ -1,0 +1,391 @@
+"""Frameworks whose ranks share samples: losses, norms and weights are those of plain torch in one process."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "ranks"))
+from harness import in_ranks, my_rank, refused
+
+from unishard.testing.cells import BACKENDS
+
+pytest.importorskip("accelerate", reason="pip install 'unishard[trainer]'")
+pytest.importorskip("transformers", reason="pip install 'unishard[trainer]'")
+
+import transformers
+from sequence_programs import ROWS, UPDATES, WINDOW, collate, equal, model, plain, sample, samples, summed
+from test_on_accelerate import shared_folder
+
+
+def arguments(folder, kind=transformers.TrainingArguments, **options):
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    given = {
+        "output_dir": folder,
+        "per_device_train_batch_size": ROWS,
+        "per_device_eval_batch_size": ROWS,
+        "gradient_accumulation_steps": WINDOW,
+        "max_grad_norm": 0.5,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_steps": UPDATES,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+    }
+    return kind(**given | options)
+
+
+def configured(backend, size=2, method="auto", **sections):
+    sequence = {"size": size} | ({} if method == "auto" else {"method": method})
+    return {"backend": backend, "sharding": "full_shard", "parallel": {"sequence": sequence}} | sections
+
+
+def trainer(cfg, folder, *, given=None, **options):
+    from unishard.integrations.transformers import UnishardTrainer
+
+    transformers.logging.set_verbosity_error()
+    args = arguments(folder, **options)
+    data = {"train_dataset": samples(), "eval_dataset": samples(7), "data_collator": collate}
+    return UnishardTrainer(given or model(), args, **data, unishard=cfg)
+
+
+def history(made):
+    names = {"losses": "loss", "norms": "grad_norm"}
+    return {key: [entry[name] for entry in made.state.log_history if name in entry] for key, name in names.items()}
+
+
+def trained(cfg, readers, *, expected=None, **options):
+    losses, norms, weights, _ = plain(readers, **(expected or {}))
+    made = trainer(cfg, shared_folder(), **options)
+    made.train()
+    found = history(made)
+    state = made.accelerator.engine.weights.state_dict()
+    made.accelerator.close()
+    equal(found, {"losses": losses, "norms": norms}, weights, state)
+
+
+with_trl = pytest.mark.skipif(find_spec("trl") is None, reason="pip install trl datasets")
+VARIANTS = {
+    "tokens": ({}, {}),
+    "means": ({"average_tokens_across_devices": False}, {"mean": "readers"}),
+    "smooth": ({"label_smoothing_factor": 0.1}, {"smoothing": 0.1}),
+}
+
+
+@in_ranks(cells=tuple((backend, method) for backend in BACKENDS for method in ("ulysses", "allgather")))
+def test_the_trainer_trains_as_one_process(backend, method):
+    trained(configured(backend, method=method), 1)
+
+
+@in_ranks(cells=tuple((BACKENDS[number % 2], variant) for number, variant in enumerate(VARIANTS) if number))
+def test_the_trainers_own_losses(backend, variant):
+    options, expected = VARIANTS[variant]
+    trained(configured(backend), 1, expected=expected, **options)
+
+
+@in_ranks(world=4, cells=(("fsdp", "tokens"), ("deepspeed", "tokens"), ("fsdp", "means"), ("deepspeed", "smooth")))
+def test_the_trainer_beside_data_parallelism(backend, variant):
+    options, expected = VARIANTS[variant]
+    trained(configured(backend), 2, expected=expected, **options)
+
+
+def mean_of_logits(outputs, labels, num_items_in_batch=None):
+    loss = torch.nn.functional.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    )
+    return loss / num_items_in_batch
+
+
+@in_ranks(cells=(("fsdp",),))
+def test_a_loss_of_the_scripts_own_gets_whole_logits(backend):
+    from unishard.integrations.transformers import UnishardTrainer
+
+    losses, norms, weights, _ = plain(1)
+    data = {"train_dataset": samples(), "data_collator": collate, "compute_loss_func": mean_of_logits}
+    made = UnishardTrainer(model(), arguments(shared_folder()), **data, unishard=configured(backend))
+    made.train()
+    state = made.accelerator.engine.weights.state_dict()
+    found = history(made)
+    made.accelerator.close()
+    equal(found, {"losses": losses, "norms": norms}, weights, state)
+
+
+@in_ranks(world=4, cells=tuple((backend,) for backend in BACKENDS))
+def test_the_trainer_evaluates_and_predicts_whole_samples_once(backend):
+    *_, made = plain(2)
+    made.eval()
+    data, losses, logits = samples(7), [], []
+    with torch.no_grad():
+        for first in range(0, 7, ROWS):
+            rows = data[first : first + ROWS]
+            batch = collate(rows)
+            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            logits += made(**inputs).logits
+            loss, items = summed(made, collate((rows + data)[:ROWS]))  # the last batch is filled up
+            losses += [loss / items] * len(rows)
+    ours = trainer(configured(backend), shared_folder(), average_tokens_across_devices=False)
+    before = ours.evaluate()["eval_loss"]
+    ours = trainer(configured(backend), shared_folder())
+    ours.train()
+    ours.args.average_tokens_across_devices = False
+    after = ours.evaluate()["eval_loss"]
+    predicted = ours.predict(samples(7))
+    ours.accelerator.close()
+    assert before != pytest.approx(after, rel=1e-3)
+    assert after == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
+    assert predicted.predictions.shape == (7, collate(data)["labels"].shape[1], 48)
+    kept = collate(data)["attention_mask"].bool()
+    torch.testing.assert_close(torch.tensor(predicted.predictions)[kept], torch.stack(logits)[kept], rtol=0, atol=1e-5)
+    assert (torch.tensor(predicted.label_ids) == collate(data)["labels"]).all()
+
+
+@in_ranks(cells=(("fsdp", "deepspeed"), ("deepspeed", "fsdp")))
+def test_the_trainer_resumes_with_and_without_shared_samples(backend, other):
+    losses, *_ = plain(1, updates=5)
+    folder = shared_folder()
+    made = trainer(configured(backend), folder, max_steps=3, save_strategy="steps", save_steps=3)
+    made.train()
+    made.accelerator.close()
+    for cfg, rows in ((configured(other, method="allgather"), ROWS), ({"backend": other}, ROWS // 2)):
+        again = trainer(cfg, folder, max_steps=5, per_device_train_batch_size=rows)
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+        found = history(again)["losses"]
+        again.accelerator.close()
+        assert found == pytest.approx(losses, rel=1e-6)
+
+
+def accelerator(backend, size=2, **options):
+    import accelerate
+
+    from unishard.integrations.accelerate import Accelerator
+
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+    return Accelerator(configured(backend, size), **options)
+
+
+def looped(acc, of_logits=False, shuffled=False):
+    made = model()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(samples(), batch_size=ROWS, collate_fn=collate, shuffle=shuffled)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 100 else 0.0)
+    made, optimizer, loader, scheduler = acc.prepare(made, optimizer, loader, scheduler)
+    losses, norms, of_window, seen = [], [], [], []
+    for batch in loader:
+        seen.append(batch["input_ids"][:, :4].tolist())
+        with acc.accumulate(made):
+            if of_logits:
+                loss, items = summed(made, batch)
+                loss = loss / items
+            else:
+                loss = made(**batch).loss
+            acc.backward(loss)
+            of_window.append(acc.reduce(loss.detach(), "mean").item())
+            if acc.sync_gradients:
+                norms.append(float(acc.clip_grad_norm_(made.parameters(), 0.5)))
+                losses.append(sum(of_window) / len(of_window))
+                of_window = []
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if len(losses) == UPDATES:
+            break
+    state = acc.get_state_dict(made)
+    made.eval()
+    batches = torch.utils.data.DataLoader(samples(7), batch_size=ROWS, collate_fn=collate)
+    batches = acc.prepare_data_loader(batches)
+    rows = []
+    with torch.no_grad():
+        for batch in batches:
+            rows.append(acc.gather_for_metrics((made(**batch).logits, batch["labels"])))
+    names = acc.gather_for_metrics([f"rank {my_rank()}"])
+    whole = [torch.cat(each) for each in zip(*rows, strict=True)]
+    return losses, norms, state, whole, names, scheduler.scheduler.last_epoch, seen
+
+
+@in_ranks(world=4, cells=(("fsdp", False), ("deepspeed", True)))
+def test_a_loop_of_accelerate(backend, of_logits):
+    expected_losses, expected_norms, weights, made = plain(2, mean="batch")
+    made.eval()
+    with torch.no_grad():
+        batch = collate(samples(7))
+        logits = made(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    acc = accelerator(backend, gradient_accumulation_steps=WINDOW)
+    losses, norms, state, whole, names, steps, _ = looped(acc, of_logits)
+    acc.free_memory()
+    found = {"losses": losses, "norms": norms}
+    equal(found, {"losses": expected_losses, "norms": expected_norms}, weights, state)
+    kept = batch["attention_mask"].bool()  # padding attends to itself only
+    torch.testing.assert_close(whole[0][kept], logits[kept], rtol=0, atol=1e-5)
+    assert (whole[1] == batch["labels"]).all()
+    assert names == ["rank 0", "rank 2"]
+    assert steps == 2 * UPDATES  # Accelerate steps a schedule once for each reader
+
+
+@in_ranks(cells=(("fsdp",),))
+def test_groups_of_accelerate_read_the_same_shuffled_samples(backend):
+    torch.manual_seed(my_rank())
+    acc = accelerator(backend, gradient_accumulation_steps=WINDOW)
+    *_, seen = looped(acc, shuffled=True)
+    everyones = [None] * 2
+    torch.distributed.all_gather_object(everyones, seen)
+    acc.free_memory()
+    assert everyones[0] == everyones[1]
+
+
+@in_ranks(cells=(("fsdp",), ("deepspeed",)))
+def test_logits_in_parts_are_refused_where_they_are_read(backend):
+    acc = accelerator(backend)
+    made = model()
+    made, _ = acc.prepare(made, torch.optim.SGD(made.parameters(), lr=0.1))
+    output = made(**collate(samples(2)))
+    problem = refused(lambda: output.logits.argmax(-1))
+    acc.backward(output.loss)
+    different = collate(samples(2 + my_rank())[-2:])
+    other = refused(made, **different)
+    acc.free_memory()
+    assert "call the model without labels" in problem
+    assert "have read different ones" in other
+
+
+@in_ranks(cells=(("fsdp",),))
+def test_what_reads_on_one_rank_for_all_is_refused(backend):
+    import accelerate
+
+    options = accelerate.DataLoaderConfiguration(dispatch_batches=True)
+    assert "does not know groups" in refused(accelerator, backend, dataloader_config=options)
+
+
+def documents(count=24):
+    """Of which the first tokens are a prompt."""
+    rows = [sample(number) for number in range(count)]
+    return [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in rows]
+
+
+def of_trl(kind, cfg, folder, data, **options):
+    import datasets
+    import trl
+    from test_on_trl import tokenizer
+
+    transformers.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    base = getattr(trl, f"{kind}Trainer")
+    given = {"bf16": False, "activation_checkpointing": False, "max_length": 16, **options}
+    args = arguments(folder, kind=getattr(trl, f"{kind}Config"), **given)
+    extra = {}
+    if cfg is not None:
+        from unishard.integrations.transformers import UnishardMixin
+
+        base, extra = type(f"Unishard{kind}", (UnishardMixin, base), {}), {"unishard": cfg}
+    made = model()
+    if my_rank() == 0:
+        made.save_pretrained(f"{folder}/model")  # where TRL reads its reference from
+    torch.distributed.barrier()
+    made.config._name_or_path = f"{folder}/model"
+    return base(
+        model=made, args=args, train_dataset=datasets.Dataset.from_list(data), processing_class=tokenizer(), **extra
+    )
+
+
+def of_documents(rows):
+    """The documents of packed rows, with the labels that count."""
+    for row in rows:
+        start = 0
+        for length in row.get("seq_lengths") or [len(row["input_ids"])]:
+            names = ("input_ids", "labels")
+            yield {name: torch.tensor(row[name][start : start + length])[None] for name in names}
+            start += length
+
+
+@with_trl
+@in_ranks(cells=(("fsdp", False), ("deepspeed", False), ("fsdp", True)))
+def test_sft_of_trl(backend, packed):
+    made = of_trl("SFT", configured(backend), shared_folder(), documents(), packing=packed)
+    rows = [*made.train_dataset]
+    reference, losses, right = model(), [], []
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for update in range(UPDATES):
+        each = WINDOW * ROWS
+        total, loss, correct = 0, 0.0, 0
+        for document in of_documents(rows[update * each : (update + 1) * each]):
+            logits, labels = reference(input_ids=document["input_ids"]).logits[0, :-1], document["labels"][0, 1:]
+            loss = loss + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            total += (labels != -100).sum()
+            correct += ((logits.argmax(-1) == labels) & (labels != -100)).sum()
+        (loss / total).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((loss / total).item())
+        right.append((correct / total).item())
+    made.train()
+    state = made.accelerator.engine.weights.state_dict()
+    logs = [entry for entry in made.state.log_history if "loss" in entry]
+    made.accelerator.close()
+    found = {"losses": [entry["loss"] for entry in logs]}
+    equal(found, {"losses": losses}, dict(reference.named_parameters()), state)
+    assert len(logs) == UPDATES
+    assert logs[0]["mean_token_accuracy"] <= 1.0
+
+
+PAIRS = [{"prompt": f"w{n} w3 w5", "chosen": f" w{n + 2} w7", "rejected": f" w{n + 1} w9 w2"} for n in range(24)]
+
+
+@with_trl
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+def test_dpo_of_trl_is_that_of_its_own_run(backend):
+    found = []
+    for cfg, rows in ((None, 1), (configured(backend), 2)):
+        made = of_trl("DPO", cfg, shared_folder(), PAIRS, per_device_train_batch_size=rows)
+        made.train()
+        names = ("loss", "grad_norm", "rewards/margins", "logps/chosen")
+        found.append([float(entry[name]) for entry in made.state.log_history for name in names if name in entry])
+        if cfg is not None:
+            made.accelerator.close()
+    assert len(found[0]) == 4 * UPDATES
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-5, atol=1e-6)
+
+
+@with_trl
+@in_ranks(cells=(("fsdp",),))
+def test_trainers_of_what_they_generate_are_refused(backend):
+    import trl
+    from test_on_trl import tokenizer
+
+    class Generates(trl.SFTTrainer):
+        num_generations = 2
+
+    from unishard.integrations.transformers import UnishardMixin
+
+    base = type("OnUnishard", (UnishardMixin, Generates), {})
+    import datasets
+
+    args = arguments(shared_folder(), kind=trl.SFTConfig, bf16=False, max_length=16)
+    data = datasets.Dataset.from_list(documents())
+    given = {"model": model(), "args": args, "train_dataset": data, "processing_class": tokenizer()}
+    problem = refused(base, **given, unishard=configured(backend))
+    assert "OnUnishard trains on what each rank generates" in problem
+
+
+@in_ranks(cells=(("fsdp",),))
+def test_the_arguments_object_asks_for_it(backend):
+    from accelerate import ParallelismConfig
+
+    made = trainer({"backend": backend}, shared_folder(), parallelism_config=ParallelismConfig(cp_size=2))
+    section = made.accelerator.config.parallel.sequence
+    found = (section.size, section.method, made.accelerator.parallelism_config)
+    wrong = ParallelismConfig(cp_size=2, dp_shard_size=2)
+    problem = refused(trainer, {"backend": backend}, shared_folder(), parallelism_config=wrong)
+    assert found == (2, "allgather", None)
+    assert "TrainingArguments.parallelism_config: must multiply to the 2 ranks" in problem

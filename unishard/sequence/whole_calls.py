@@ -1,0 +1,89 @@
+"""Calls of a model with whole samples, by frameworks that do not know that ranks share them.
+
+A call is split on its way in, and what it returns is whole again on its way out: each rank of a group holds the loss
+and the output of the whole micro-batch, as if it alone had computed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unishard.distributed.nested_tensors import replace_tensors
+from unishard.errors import ContractError
+from unishard.sequence.split_sequences import SplitSequences
+
+_ITEMS = "num_items_in_batch"
+_LABELS = ("labels", "shift_labels")
+_FUSED = "fused_lm_head"
+"""The argument of a head of TRL (1.16), which returns a number for each label that it has shifted, so none for the last
+token; for labels that were shifted before, one for each."""
+_OF_TOKENS = 2
+"""Dimensions of a number for each token, `[batch, sequence]`, which is small."""
+
+
+class WholeCalls:
+    """Runs a model on whole samples."""
+
+    def __init__(self, run: Callable[..., Any], sequences: SplitSequences, device: torch.device) -> None:
+        """Run through `run`.
+
+        Args:
+            run: The engine's forward, of a rank's part.
+            sequences: What splits, and joins.
+            device: Where parts go.
+        """
+        self._run, self._sequences, self._device = run, sequences, device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for whole samples. Collective.
+
+        In training, where the model has computed a loss, its logits and hidden states stay in parts, which raise
+        ContractError when they are used: they are what does not fit on one rank.
+
+        Raises:
+            DataError: There is no sequence, or the ranks of the group have different ones.
+        """
+        if self._sequences.knows((args, kwargs)):  # the script has split them itself
+            return self._run(*args, **kwargs)
+        call = self._sequences.forward.named(args, kwargs)
+        items = call.get(_ITEMS)
+        if items is not None:  # the ranks' gradients are averaged, not added up
+            call = {**call, _ITEMS: items / self._sequences.group.size}
+        output = self._run(**self._sequences.place(call, self._device))
+        if items is not None and any(call.get(name) is not None for name in _LABELS):
+            output = self._sequences.forward.averaged(output)
+        split_logits = torch.is_grad_enabled() and _has_loss(output)
+        shifted = bool(call.get(_FUSED)) and call.get("shift_labels") is None
+        return replace_tensors(output, lambda tensor: self._whole(tensor, split_logits=split_logits, shifted=shifted))
+
+    def _whole(self, tensor: Tensor, *, split_logits: bool, shifted: bool) -> Any:
+        if self._sequences.is_flattened_part(tensor):
+            return _Part()
+        if not self._sequences.is_part_of_output(tensor):
+            return tensor
+        if split_logits and tensor.dim() > _OF_TOKENS:
+            return _Part()
+        whole = self._sequences.whole_of_output(tensor)
+        return whole[:, :-1] if shifted else whole
+
+
+def _has_loss(output: Any) -> bool:
+    loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
+    return isinstance(loss, Tensor) and not loss.dim()
+
+
+class _Part:
+    """In the place of logits of which a rank has a part."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise ContractError(
+            "parallel.sequence: ranks of a group have parts of this output: in training of logits and hidden states of "
+            "a call with labels, and always of routers' logits; call the model without labels, which returns whole "
+            "logits, and compute the loss of them"
+        )
+
+    __getattr__ = __getitem__ = __len__ = __iter__ = _refuse
