@@ -15,6 +15,7 @@ from unishard.data.batches import to_device
 from unishard.data.digest import of_value
 from unishard.distributed.nested_tensors import replace_tensors, tensors_in
 from unishard.errors import ContractError, DataError, ModelError, UnishardError
+from unishard.failures.endings import is_lost_connection
 from unishard.sequence.batches import BatchSplitter
 from unishard.sequence.exchange import gather_plain
 from unishard.sequence.forward import SplitForward
@@ -80,7 +81,8 @@ class SplitSequences:
 
     def refuse_failure(self, error: Exception) -> None:
         """Raise ModelError in place of an error of the first forward, in which the model gets parts of its samples."""
-        if self._proved or isinstance(error, UnishardError):
+        known = isinstance(error, UnishardError | torch.OutOfMemoryError) or is_lost_connection(error)
+        if self._proved or known:
             return
         text = f"{type(error).__name__}: {error}".rstrip(".")
         raise ModelError(
