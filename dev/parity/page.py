@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 
 import torch
@@ -16,6 +16,14 @@ from unishard.testing.features import AREAS, FEATURES
 
 _WORST = 10
 _CELLS = {str(cell): cell for cell in conformance.cells()}
+_OWN_BOUNDS = {
+    f"{precision}, {area}": bound
+    for area, features in AREAS.items()
+    for feature in features
+    for precision, bound in feature.tolerances.items()
+    if bound is not TOLERANCES[precision]
+}
+"""Those of the features of an area."""
 _TOP = """\
 # Parity
 
@@ -48,7 +56,7 @@ def environment() -> str:
 
 def page(rows: Sequence[ParityRow], environment: str) -> str:
     """The page in Markdown."""
-    bounds = [(name, *_figures(_bounds(bound)), bound.why) for name, bound in TOLERANCES.items()]
+    bounds = [(name, *_figures(_bounds(bound)), bound.why) for name, bound in (TOLERANCES | _OWN_BOUNDS).items()]
     data = _DATA.format(
         cells=len(_CELLS),
         refused=sum(row.error.startswith(REFUSED) for row in rows),
@@ -59,7 +67,7 @@ def page(rows: Sequence[ParityRow], environment: str) -> str:
         table(("compute", *FIGURES, "why"), bounds),
         "## The largest deviations",
         _READING,
-        table(("engine", "compute", *FIGURES), largest(rows)),
+        table(("engine", "compute", *FIGURES), largest(rows) + largest(rows, _OWN_BOUNDS)),
         f"The {_WORST} cells that are nearest to their bounds:",
         table(("engine", "cell", *FIGURES, "of the bound"), map(_near, _nearest(rows))),
         "## Declared gaps",
@@ -72,12 +80,12 @@ def page(rows: Sequence[ParityRow], environment: str) -> str:
     return "\n\n".join(block.rstrip() for block in blocks) + "\n"
 
 
-def largest(rows: Iterable[ParityRow]) -> list[tuple[str, ...]]:
-    """For each engine and precision, the largest figures of the cells that keep the common bounds."""
+def largest(rows: Iterable[ParityRow], bounds: Mapping[str, Tolerance] = TOLERANCES) -> list[tuple[str, ...]]:
+    """For each engine and precision, the largest figures of the cells with these bounds, by default the common ones."""
     measured = [row for row in rows if row.figures]
     lines = []
     for backend in BACKENDS:
-        for precision, bound in TOLERANCES.items():
+        for precision, bound in bounds.items():
             figures = [row.figures for row in measured if row.engine == backend and _tolerance(row) is bound]
             if figures:
                 lines.append((backend, precision, *_figures(map(max, zip(*figures, strict=True)), 1)))

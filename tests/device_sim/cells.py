@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from harness import config, curve, own_share, prepare, train
+from harness import config, curve, own_share, share, train
 
+import unishard
 from unishard.engine.model.activation_offload import units
 from unishard.testing import run_ranks
+from unishard.testing.models import MODELS, llama
 
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 WINDOWS = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
@@ -27,6 +29,8 @@ class Cell(NamedTuple):
     precision: str = "fp32"
     offload: str = ""
     """`optimizer`, `all`, `activations`, or nothing."""
+    sequence: str = ""
+    """`ulysses` or `allgather`, where both ranks share each sample."""
 
     def __str__(self) -> str:
         return "-".join(filter(None, self))
@@ -55,10 +59,18 @@ CELLS = (
     *(Cell(backend, "full_shard", "bf16", "all") for backend in BACKENDS),
     *(Cell(backend, "full_shard", "fp16") for backend in BACKENDS),
     *(Cell(backend, "full_shard", "bf16", "activations") for backend in BACKENDS),
+    *(
+        Cell(backend, strategy, precision, sequence=method)
+        for backend in BACKENDS
+        for strategy, precision in (("full_shard", "fp32"), ("shard_grad_op", "bf16"))
+        for method in ("ulysses", "allgather")
+    ),
+    *(Cell(backend, "full_shard", "fp32", "all", "ulysses") for backend in BACKENDS),
 )
 QUICK = (
     *(Cell(backend, "full_shard") for backend in BACKENDS),
     *(Cell(backend, "full_shard", "bf16", "activations") for backend in BACKENDS),
+    Cell("fsdp", "full_shard", sequence="allgather"),
 )
 
 
@@ -89,13 +101,27 @@ def races() -> list[str]:
 
 def _ran(cell: Cell) -> Ran:
     before = len(races())
-    cfg = config(cell.backend, cell.strategy, precision=cell.precision, training=WINDOWS, **OFFLOADS[cell.offload])
+    sections = OFFLOADS[cell.offload] | ({"parallel": {"sequence": _of(cell.sequence)}} if cell.sequence else {})
+    cfg = config(cell.backend, cell.strategy, precision=cell.precision, training=WINDOWS, **sections)
     try:
-        with mock.patch.object(units, "SMALL", 0), prepare(cfg) as engine:
-            found = curve(train(engine, own_share(2 * UPDATES)))
+        with mock.patch.object(units, "SMALL", 0), unishard.prepare(_model(cell), cfg) as engine:
+            found = curve(train(engine, _data(cell)))
             return Ran(found.losses, found.norms, engine.device.type, races()[before:])
     except Exception:  # it must not end the cells behind it
         return Ran((), (), "", races()[before:], traceback.format_exc())
+
+
+def _of(method: str) -> dict[str, Any]:
+    return {"size": 2, "method": method}
+
+
+def _model(cell: Cell) -> torch.nn.Module:
+    return llama(num_attention_heads=4, num_key_value_heads=2) if cell.sequence else MODELS["mlp"].build()
+
+
+def _data(cell: Cell) -> list[dict[str, Any]]:
+    """This rank's micro-batches; the same on both ranks where they share samples."""
+    return share(2 * UPDATES, rank=0, world=1, model="llama") if cell.sequence else own_share(2 * UPDATES)
 
 
 @cache

@@ -23,9 +23,9 @@ HYBRIDS = [each for each in FEATURES if "hybrid_" in each or each.endswith("_hyb
 COMBINED = [
     cell
     for cell in conformance.suite()
-    if cell.feature != "plain" and (area_of(cell.feature) == "combinations" or cell.feature in HYBRIDS)
+    if cell.feature != "plain" and (area_of(cell.feature) in ("combinations", "sequence") or cell.feature in HYBRIDS)
 ]
-"""Of features that other cells have alone, on both engines."""
+"""Of features that other cells have alone, on both engines, and of what the engines do not know of."""
 REPEATED = [cell for cell in PLAIN if cell.world != 2 or cell.model != "mlp"]
 """The plain loop of another model, or at another number of ranks."""
 

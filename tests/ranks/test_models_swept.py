@@ -16,6 +16,8 @@ from models.figures import BOUNDS, beyond
 from models.page import page, summary
 from models.rows import read, rows_of, write
 from models.runs import Run, runs_of
+from models.sequences import DIFFERENT, FAILED, METHODS, RANDOM, outcome, play_split, split_runs_of
+from models.sequences import EQUAL as SAME
 from models.sweep import attempt
 
 from unishard.testing.cells import BACKENDS
@@ -26,6 +28,12 @@ SOME = (
     *("gpt2", "mixtral", "bart", "clip", "BatchNorm", "weights tied across units"),
     *("a block that is used three times", "blocks in another order in each update"),
 )
+
+SOME_SPLIT = (
+    *("llama", "gemma3", "gpt_oss", "mixtral", "modernbert", "gpt2 with dropout"),
+    *("albert", "lfm2", "doge", "bert, classifier", "convbert", "U-Net of a diffusion model"),
+)
+"""Played with `parallel.sequence`: some that are equal, and some of each kind of refusal."""
 
 
 def _runs(number: int) -> list[Run]:
@@ -51,6 +59,39 @@ def test_a_model_trains_as_in_plain_torch_and_is_exported_as_transformers_saves_
     assert [record["run"] for record in records] == [str(run) for run in _runs(SOME.index(name))]
     for record in records:
         assert beyond(record) is None, f"{record['run']}: {beyond(record)}"
+
+
+@cache
+def _found_split():
+    with TemporaryDirectory() as folder:
+        todo = {name: split_runs_of(number) for number, name in enumerate(SOME_SPLIT)}
+        return attempt(todo, folder, play_split)
+
+
+@pytest.mark.parametrize("name", SOME_SPLIT)
+def test_a_model_trains_with_long_sequences_as_its_row_says(name):
+    (row,) = (row for row in ROWS if row.name == name)
+    assert outcome(_found_split()[name]) == row.sequence
+
+
+def test_no_model_differs_in_silence_with_long_sequences_or_ends_with_an_error_of_another():
+    for row in ROWS:
+        assert row.sequence, "run make models"
+        assert DIFFERENT not in row.sequence, row
+        assert FAILED not in row.sequence, row
+    equal = [row for row in ROWS if row.sequence == SAME]
+    assert len(equal) >= 61
+
+
+def test_an_outcome_says_what_came_of_the_runs_by_each_method():
+    one, other = (f"fsdp fp32, sequence by {method}" for method in METHODS)
+    right = {"losses": [1e-8], "norms": [1e-7], "parameters": 1e-8, "draws": False}
+    same = [{"run": one, **right}, {"run": other, **right}]
+    assert outcome(same) == SAME
+    assert outcome([same[0], {**same[1], "losses": [1e-3]}]).startswith("ulysses: equal\nallgather: differs: 1e-03")
+    assert outcome([{**each, "draws": True} for each in same]) == RANDOM
+    assert outcome([{"run": one, "refused": "ModelError: not so; do that"}]) == "refused: ModelError: not so"
+    assert outcome([{"run": one, "error": "TypeError: what", "ours": False}]) == "fails: TypeError: what"
 
 
 def test_most_models_have_a_row_and_none_is_beyond_its_bounds_without_a_cause():

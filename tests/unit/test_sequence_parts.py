@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import unishard
 from unishard.config.data_share import data_share_of
 from unishard.errors import ConfigError, DataError
+from unishard.sequence import tiles as tiles_module
 from unishard.sequence.batches import BatchSplitter
 from unishard.sequence.context import KeyRule
 from unishard.sequence.documents import documents_of
@@ -89,6 +90,33 @@ def allowed(rule: KeyRule, documents: tuple[tuple[int, int], ...], length: int) 
                 together = rule.chunk is None or (query - start) // rule.chunk == (key - start) // rule.chunk
                 mask[query, key] = near and together and (key <= query or not rule.causal)
     return mask
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 64}, {"softcap": 5.0}, {"sinks": True}, {"softcap": 5.0, "window": 64}], ids=str
+)
+def test_what_attention_keeps_for_backward_grows_with_the_sequence_not_its_square(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles_module, "_BLOCK", 128)
+    kept = [kept_for_backward(length, **options) for length in (512, 1024)]
+    assert kept[1] <= 2.2 * kept[0]
+
+
+def kept_for_backward(length: int, *, sinks: bool = False, **options: Any) -> int:
+    """Bytes."""
+    query, key, value = (torch.randn(1, 1, length, 4, requires_grad=True) for _ in range(3))
+    found: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        given = {"sinks": torch.zeros(1, requires_grad=True)} if sinks else {}
+        output = unishard.attention(query, key, value, **given, **options)
+    output.sum().backward()
+    return sum(found.values())
 
 
 def test_documents_begin_where_positions_begin_again() -> None:

@@ -153,8 +153,10 @@ class Engine(OtherNames, Process):
                     "the model was put in training mode inside engine.lockstep(); do that after the block"
                 )
             return self._accumulation.forward(*args, **kwargs)
-        except RuntimeError as error:
+        except Exception as error:
             refuse_sharded_read(self._adapter, error)
+            if self._sequences is not None:
+                self._sequences.refuse_failure(error)
             raise
 
     def backward(self, loss: Tensor, num_items: int | Tensor | None = None) -> None:

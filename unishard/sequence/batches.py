@@ -34,6 +34,7 @@ class BatchSplitter:
         names: Sequence[str] | None = None,
         multiple: int | None = None,
         positions: bool = True,
+        shifts: bool = True,
         masks_padding: bool = False,
     ) -> None:
         """Split batches.
@@ -44,11 +45,12 @@ class BatchSplitter:
             names: Keys of the tensors to split; None for each that is as long as the sequence.
             multiple: Sequences are padded at their end to a multiple of it; None for the least that can be split.
             positions: Whether the model counts positions from 0 where a batch has no `position_ids`.
+            shifts: Whether labels are those of the next token, where a batch has no `shift_labels`.
             masks_padding: Whether the model must know what is padding, because its loss counts every token.
         """
         self._group, self._layout, self._names = group, layout, names
         self._multiple = layout.multiple if multiple is None else multiple
-        self._positions, self._masks_padding = positions, masks_padding
+        self._positions, self._shifts, self._masks_padding = positions, shifts, masks_padding
         self.length: int | None = None
         """Of the sequences of the last batch, before padding."""
 
@@ -122,7 +124,7 @@ class BatchSplitter:
         if whole is not None and self._masks_padding and whole.shape[1] % self._multiple:
             added |= self._mask(batch, whole)
         labels = batch.get("labels")
-        if isinstance(labels, Tensor) and labels.dim() == 2 and batch.get("shift_labels") is None:
+        if self._shifts and isinstance(labels, Tensor) and labels.dim() == 2 and batch.get("shift_labels") is None:
             added["shift_labels"] = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
         return {**batch, **added} if added else batch
 

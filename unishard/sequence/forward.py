@@ -22,7 +22,12 @@ from unishard.sequence.expert_balance import ExpertBalance
 from unishard.sequence.group import SequenceGroup
 from unishard.sequence.known_parts import KnownParts
 from unishard.sequence.layout import PositionLayout
-from unishard.sequence.transformers_models import is_transformers, use_split_attention
+from unishard.sequence.transformers_models import (
+    counts_positions_itself,
+    is_transformers,
+    shifts_labels,
+    use_split_attention,
+)
 
 _IGNORED = -100
 
@@ -49,6 +54,8 @@ class SplitForward:
         self.last: SplitBatch | None = None
         """That of the last forward."""
         self._signature = inspect.signature(model.forward)
+        self.shifts_labels = not is_transformers(model) or shifts_labels(model)
+        """Whether the model's loss is of the next token."""
         self._counts_items = is_transformers(model) and _takes(self._signature, "num_items_in_batch")
         self._counted = False
         """Whether the loss of the running forward is to be averaged."""
@@ -127,7 +134,8 @@ class SplitForward:
         context.current = self.last = self._split_batch(given, (args, kwargs))
         self._counted, self.loss = False, None
         self._balance.begin()
-        labels = given.get("shift_labels", given.get("labels"))
+        labels = given.get("shift_labels") if self.shifts_labels else None
+        labels = given.get("labels") if labels is None else labels
         counts = self._proving or given.get("num_items_in_batch") is None
         if self._counts_items and isinstance(labels, Tensor) and counts:
             kwargs = {**kwargs, "num_items_in_batch": self._items(labels)}
@@ -176,6 +184,11 @@ class SplitForward:
     def _require_positions(self) -> None:
         """Refuse a model that would count positions from 0 in each part."""
         if is_transformers(self._model) and _takes(self._signature, "position_ids"):
+            if counts_positions_itself(self._model):
+                raise ContractError(
+                    f"parallel.sequence: {type(self._model).__name__} counts the positions of its tokens itself, and "
+                    "would count them anew in each part; put position_ids into the batches"
+                )
             raise ContractError(
                 "parallel.sequence: the model was called without position_ids, and would count them anew in each part; "
                 "pass all that engine.batches yields: engine(**batch), or put position_ids into the batches"

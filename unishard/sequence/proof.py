@@ -46,6 +46,15 @@ class _Probe(NamedTuple):
     kwargs: dict[str, Any]
 
 
+class _Share(NamedTuple):
+    """What a rank has of the positions."""
+
+    rank: int
+    size: int
+    length: int
+    """How many."""
+
+
 class _Runs(NamedTuple):
     """What the three forwards made of one thing."""
 
@@ -70,17 +79,20 @@ def prove(model: nn.Module, run: Run, forward: SplitForward, args: Any, kwargs: 
     """
     group = forward.group
     part, whole = _probes(group, args, kwargs)
+    share = _Share(group.rank, group.size, min(_POSITIONS, length_of(kwargs) or length_of(args) or 1))
     probes = _Runs(whole, _with_other_tokens(whole, part, group), part)
     with _quiet(model), forward.proof():
-        if _on_all(_alone(_Runs(*(run(*probe.args, **probe.kwargs) for probe in probes)), group)):
+        outputs = _Runs(*(run(*probe.args, **probe.kwargs) for probe in probes))
+        if _on_all(_alone(outputs, share)):
             return
         calls = []
         for probe in probes:
             with _recorded(model) as of_modules:
                 run(*probe.args, **probe.kwargs)
             calls.append(of_modules)
-    name = _first_named(_first_mixing(_Runs(*calls), group))
-    raise ModelError(_refusal(model, name, shifts="labels" in kwargs and "shift_labels" not in kwargs))
+    name = _first_named(_first_mixing(_Runs(*calls), share))
+    lacking = forward.shifts_labels and "labels" in kwargs and "shift_labels" not in kwargs
+    raise ModelError(_refusal(model, name, shifts=lacking))
 
 
 def _probes(group: SequenceGroup, args: Any, kwargs: dict[str, Any]) -> tuple[_Probe, _Probe]:
@@ -123,13 +135,12 @@ def _with_other_tokens(whole: _Probe, part: _Probe, group: SequenceGroup) -> _Pr
 
 
 def _labelled(key: str, value: Any, group: SequenceGroup) -> Any:
-    """Labels of which some ranks have more than others."""
+    """Labels of which the first rank has none: a mean over a part, or a shift inside of one, makes another loss."""
     if key not in ("labels", "shift_labels") or not isinstance(value, Tensor) or value.is_floating_point():
         return value
-    value = value.clamp(min=0)
-    if group.rank:
-        value[:, -(value.shape[1] // 2) :] = -100  # not the first, which a shift inside the part before would lose
-    return value
+    if value.dim() < 2:  # of whole samples
+        return value
+    return value.clamp(min=0) if group.rank else torch.full_like(value, -100)
 
 
 @contextmanager
@@ -171,38 +182,38 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, _Recorded]]:
             hook.remove()
 
 
-def _first_mixing(calls: _Runs, group: SequenceGroup) -> str:
+def _first_mixing(calls: _Runs, share: _Share) -> str:
     """The first module of whose output its inputs do not say the difference; the model itself where there is none."""
     name: str
     for name in calls.part:
         if all(name in of_modules for of_modules in calls):
             outputs = _Runs(*(of_modules[name].output for of_modules in calls))
             inputs = _Runs(*(of_modules[name].inputs for of_modules in calls))
-            if not _alone(outputs, group) and _alone(inputs, group):
+            if not _alone(outputs, share) and _alone(inputs, share):
                 return name
     return ""
 
 
-def _alone(runs: _Runs, group: SequenceGroup) -> bool:
+def _alone(runs: _Runs, share: _Share) -> bool:
     """Whether what was made of this rank's positions is the same in all runs."""
     wholes, others, parts = (list(tensors_in(made)) for made in runs)
     return len(wholes) == len(others) == len(parts) and all(
-        _undisturbed(whole, other, part, group) and _holds(whole, part, group)
+        _undisturbed(whole, other, part, share) and _holds(whole, part, share)
         for whole, other, part in zip(wholes, others, parts, strict=True)
     )
 
 
-def _undisturbed(whole: Tensor, other: Tensor, part: Tensor, group: SequenceGroup) -> bool:
+def _undisturbed(whole: Tensor, other: Tensor, part: Tensor, share: _Share) -> bool:
     """Whether other tokens elsewhere change nothing here; of a loss they may."""
-    if whole.shape != other.shape or whole.numel() != group.size * part.numel() or not part.numel():
+    if whole.shape != other.shape or whole.numel() != share.size * part.numel() or not part.numel():
         return True
-    return _close(_own_positions(whole, part, group), _own_positions(other, part, group), _SAME_SHAPES)
+    return _close(_own_positions(whole, part, share), _own_positions(other, part, share), _SAME_SHAPES)
 
 
-def _holds(whole: Tensor, part: Tensor, group: SequenceGroup) -> bool:
+def _holds(whole: Tensor, part: Tensor, share: _Share) -> bool:
     """Whether what all positions make has in it what this rank's make."""
-    if whole.numel() == group.size * part.numel() and part.numel():
-        whole = _own_positions(whole, part, group)
+    if whole.numel() == share.size * part.numel() and part.numel():
+        whole = _own_positions(whole, part, share)
     return _close(whole, part, _OTHER_SHAPES)
 
 
@@ -213,23 +224,23 @@ def _close(one: Tensor, other: Tensor, room: Mapping[torch.dtype, float]) -> boo
         return bool(torch.equal(one, other))
     if not one.numel():
         return True
-    atol = room.get(one.dtype, room[torch.bfloat16]) * float(one.abs().max())
+    atol = room.get(one.dtype, room[torch.bfloat16]) * float(one.nan_to_num(0, 0, 0).abs().max())
     differs = ~torch.isclose(one.float(), other.float(), rtol=0, atol=atol, equal_nan=True)
     if one.dim() < _OF_POSITIONS or one.dtype in (torch.float32, torch.float64):
         return not bool(differs.any())
     return float(differs.flatten(2).any(-1).float().mean()) <= _ROUTED
 
 
-def _own_positions(whole: Tensor, part: Tensor, group: SequenceGroup) -> Tensor:
-    longer = [dim for dim in range(part.dim()) if whole.shape[dim] == group.size * part.shape[dim]]
+def _own_positions(whole: Tensor, part: Tensor, share: _Share) -> Tensor:
+    longer = [dim for dim in range(part.dim()) if whole.shape[dim] == share.size * part.shape[dim]]
     if whole.dim() != part.dim() or len(longer) != 1:
         return whole
     (dim,) = longer
     if dim:
-        return whole.narrow(dim, group.rank * part.shape[dim], part.shape[dim])
-    count = _POSITIONS if part.shape[0] % _POSITIONS == 0 else part.shape[0]
-    rows = whole.reshape(-1, group.size, count, *whole.shape[1:])
-    return rows[:, group.rank].reshape(part.shape)
+        return whole.narrow(dim, share.rank * part.shape[dim], part.shape[dim])
+    count = share.length if part.shape[0] % share.length == 0 else part.shape[0]
+    rows = whole.reshape(-1, share.size, count, *whole.shape[1:])
+    return rows[:, share.rank].reshape(part.shape)
 
 
 def _on_all(same: bool) -> bool:

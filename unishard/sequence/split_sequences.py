@@ -14,7 +14,8 @@ from unishard.config import SequenceParallel
 from unishard.data.batches import to_device
 from unishard.data.digest import of_value
 from unishard.distributed.nested_tensors import replace_tensors, tensors_in
-from unishard.errors import ContractError, DataError
+from unishard.errors import ContractError, DataError, ModelError, UnishardError
+from unishard.failures.endings import is_lost_connection
 from unishard.sequence.batches import BatchSplitter
 from unishard.sequence.exchange import gather_plain
 from unishard.sequence.forward import SplitForward
@@ -46,6 +47,7 @@ class SplitSequences:
             names=None if section.keys == "auto" else section.keys,
             multiple=None if section.pad_to == "auto" else section.pad_to,
             positions=not counts_positions_itself(model),
+            shifts=self.forward.shifts_labels,
             masks_padding=self.forward.balances_experts,
         )
 
@@ -76,6 +78,17 @@ class SplitSequences:
             self.forward.check(args, kwargs)
             prove(self._model, run, self.forward, args, kwargs)
             self._proved = True
+
+    def refuse_failure(self, error: Exception) -> None:
+        """Raise ModelError in place of an error of the first forward, in which the model gets parts of its samples."""
+        known = isinstance(error, UnishardError | torch.OutOfMemoryError) or is_lost_connection(error)
+        if self._proved or known:
+            return
+        text = f"{type(error).__name__}: {error}".rstrip(".")
+        raise ModelError(
+            f"the model fails where each rank has a part of its sequences: {text}; name what is to be split in "
+            "parallel.sequence.keys, or remove parallel.sequence"
+        ) from error
 
     @contextmanager
     def whole_samples(self, call: Any) -> Iterator[None]:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.utils.checkpoint import checkpoint
 
 from unishard.sequence.context import KeyRule
 from unishard.sequence.documents import Documents
@@ -16,6 +17,10 @@ from unishard.sequence.layout import PositionRange
 
 _BLOCK = 1024
 """Queries whose scores are there at one time, where no fused kernel applies."""
+
+
+_LOWER_RIGHT: CausalBias = causal_lower_right(1, 2)
+"""Of any lengths: torch (2.13) cannot make one where operations are looked at, as selective recomputation does."""
 
 
 class Tile(NamedTuple):
@@ -72,21 +77,31 @@ def attend(query: Tensor, key: Tensor, value: Tensor, first: int, rule: KeyRule,
     Returns:
         `[batch, heads, queries, dim of value]`.
     """
-    fused = scores.softcap is None and scores.sinks is None
-    if fused and rule.window is None:
-        return _fused(query, key, value, rule, scores)
     outputs, queries, keys = [], query.shape[2], key.shape[2]
+    fused = scores.softcap is None and scores.sinks is None
+    if fused and rule.window is None and (queries == keys or not rule.causal):
+        return _fused(query, key, value, rule, scores)
     reach = keys if rule.window is None else rule.window
     block = _BLOCK if rule.window is None else max(_BLOCK, rule.window)
     for start in range(0, queries, block):
         stop = min(start + block, queries)
         low = max(0, first + start - reach + 1)
         high = first + stop if rule.causal else min(keys, first + stop + reach - 1)
-        at = torch.arange(first + start, first + stop, device=query.device)[:, None]
-        allowed = _allowed(at, torch.arange(low, high, device=query.device)[None, :], rule)
         part = (query[:, :, start:stop], key[:, :, low:high], value[:, :, low:high])
-        outputs.append(_masked(*part, allowed, scores) if fused else _eager(*part, allowed, scores))
+        if fused and rule.window is None:
+            outputs.append(_fused(*part, rule, scores))
+        elif fused or queries <= block:
+            outputs.append(_within(*part, first + start - low, rule, scores))
+        else:  # else the weights of all blocks would be in memory until backward
+            outputs.append(checkpoint(_within, *part, first + start - low, rule, scores, use_reentrant=False))
     return torch.cat(outputs, 2)
+
+
+def _within(query: Tensor, key: Tensor, value: Tensor, first: int, rule: KeyRule, scores: Scores) -> Tensor:
+    """Of queries of which the first has this place among the keys, by a mask."""
+    at = torch.arange(first, first + query.shape[2], device=query.device)[:, None]
+    allowed = _allowed(at, torch.arange(key.shape[2], device=query.device)[None, :], rule)
+    return attend_masked(query, key, value, allowed, scores)
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
@@ -105,7 +120,7 @@ def _allowed(at: Tensor, keyed: Tensor, rule: KeyRule) -> Tensor:
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, rule: KeyRule, scores: Scores) -> Tensor:
     square = query.shape[2] == key.shape[2]
-    bias = None if square or not rule.causal else causal_lower_right(query.shape[2], key.shape[2])
+    bias = None if square or not rule.causal else _ending_together(query.shape[2], key.shape[2])
     return functional.scaled_dot_product_attention(
         query,
         key,
@@ -116,6 +131,12 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, rule: KeyRule, scores: Sco
         scale=scores.scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _ending_together(queries: int, keys: int) -> CausalBias:
+    """The causal mask whose last query sees the last key."""
+    _LOWER_RIGHT.seq_len_q, _LOWER_RIGHT.seq_len_kv = queries, keys
+    return _LOWER_RIGHT
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scores: Scores) -> Tensor:

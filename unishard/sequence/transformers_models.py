@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from inspect import getclosurevars
+from inspect import getclosurevars, signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ class Mask:
 
     split: SplitBatch
     rule: KeyRule | Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the model computes with its mask ({name}), which is a rule under parallel.sequence")
 
 
 def is_transformers(model: nn.Module) -> bool:
@@ -148,3 +151,12 @@ def _attention(
 def counts_positions_itself(model: nn.Module) -> bool:
     """Whether a model makes positions of its tokens, as RoBERTa, whose positions begin behind the padding token's."""
     return any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the loss of a model of transformers is of the next token, unlike that of a masked language model."""
+    from transformers import PreTrainedModel
+
+    models: list[Any] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    losses = [module.loss_function for module in models if getattr(module, "loss_type", None) is not None]
+    return not losses or "shift_labels" in signature(losses[0]).parameters

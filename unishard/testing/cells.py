@@ -17,6 +17,7 @@ from torch import nn
 import unishard
 from unishard.config import Config
 from unishard.config.nested import merge
+from unishard.contract.tolerances import TOLERANCES, Tolerance
 from unishard.testing import oracle
 from unishard.testing.known_gaps import KnownGap
 from unishard.testing.models import MODELS, TestModel, batch_of
@@ -191,6 +192,8 @@ class Feature:
     precisions: tuple[str, ...] = ("fp32", "bf16")
     worlds: tuple[int, ...] = (2,)
     """World sizes at which every combination is measured. If they include 2, there are also a few cells at 1 and 4."""
+    least_ranks: int = 1
+    """The least number of ranks that can train it."""
     accumulation: int = 2
     clip: float | None = CLIP
     steps_in_suite: int = 3
@@ -202,6 +205,8 @@ class Feature:
     """By backend, the strategies that it must refuse with an error on every rank."""
     gaps: tuple[KnownGap, ...] = ()
     """Where an upstream limitation exceeds the common bounds, in addition to the suite's own `GAPS`."""
+    tolerances: Mapping[str, Tolerance] = field(default_factory=lambda: TOLERANCES)
+    """By precision, the bounds of cells that are in no gap."""
 
     def cells(self) -> list[Cell]:
         """Every combination at `worlds`, and at 1 and 4 ranks a few that cover every strategy and every precision."""
@@ -215,6 +220,7 @@ class Feature:
         return [
             Cell(model, strategy, self.accumulation, self.clip, precision, world, self.name)
             for model, strategy, precision, world in dict.fromkeys(wanted)
+            if world >= self.least_ranks
         ]
 
     def refuses(self, backend: str, cell: Cell) -> bool:

@@ -126,8 +126,9 @@ def plain_cells() -> list[Cell]:
 
 
 def tolerance(backend: str, cell: Cell) -> Tolerance:
-    """The tolerance of an engine in a cell: the common bounds, unless the feature or the suite declares a gap."""
-    for gap in (*FEATURES[cell.feature].gaps, *GAPS):
+    """The tolerance of an engine in a cell: the bounds of its feature, unless that or the suite declares a gap."""
+    feature = FEATURES[cell.feature]
+    for gap in (*feature.gaps, *GAPS):
         if (gap.backend, gap.model, gap.strategy, gap.precision) == (
             backend,
             cell.model,
@@ -135,7 +136,7 @@ def tolerance(backend: str, cell: Cell) -> Tolerance:
             cell.precision,
         ):
             return gap.tolerance
-    return TOLERANCES[cell.precision]
+    return feature.tolerances[cell.precision]
 
 
 def config(backend: str, cell: Cell) -> Config:

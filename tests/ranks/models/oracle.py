@@ -29,7 +29,7 @@ class Reference(NamedTuple):
     """By the number of updates, the master weights."""
 
 
-def reference(case: Case, precision: str, *, world: int = WORLD, device: str = "cpu") -> Reference:
+def reference(case: Case, precision: str, *, world: int = WORLD, device: str = "cpu", seed: int = 0) -> Reference:
     """Train a case in plain torch: in fp32, or with a copy in 16 bits of fp32 master weights."""
     master = case.build().to(device).train()
     ranks = [master] if precision == "fp32" else []  # what a forward of rank 0 writes into the master weights stays
@@ -38,7 +38,7 @@ def reference(case: Case, precision: str, *, world: int = WORLD, device: str = "
         _lower(case, ranks, _LOW[precision])
     trained = [parameter for parameter in master.parameters() if parameter.requires_grad]
     optimizer = _optimizer(config_of(case, Run("fsdp", "full_shard", precision)).optimizer, trained)
-    states = [torch.Generator().manual_seed(rank).get_state() for rank in range(world)]
+    states = [torch.Generator().manual_seed(seed + rank).get_state() for rank in range(world)]
     losses, norms, parameters = [], [], {}
     for update in range(UPDATES + MORE):
         for model in ranks:

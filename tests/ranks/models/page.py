@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
+from pathlib import Path
 
 from dev.pages.markdown import table
 from models import CASES, KINDS
@@ -12,9 +14,11 @@ from models.exporting import EQUAL
 from models.figures import BOUNDS, Record, beyond, shown
 from models.rows import ModelRow
 from models.runs import MORE, UPDATES
+from models.sequences import EQUAL as SAME
+from models.sequences import RANDOM, REFUSED, is_split
 from unishard.testing.cells import BACKENDS
 
-__all__ = ["environment", "page", "summary"]
+__all__ = ["environment", "page", "shown_on", "summary"]
 
 _WORST = 10
 _TOP = """\
@@ -43,6 +47,14 @@ _FARTHEST = """\
 
 The {worst} models with the largest figures relative to their bounds. {beyond} models are beyond a bound, each with its cause.
 """
+_SEQUENCES = """\
+## Long sequences
+
+With `parallel.sequence`, both ranks share each sample: {updates} updates in fp32 under `full_shard`, by `ulysses` on one engine and by
+`allgather` on the other, which take turns. Plain torch has the whole batch in one process, and some samples have more labels than others.
+Of {models} models, {equal} are within the bounds by both methods, {refused} are refused, and {random} is not compared, for it draws random
+numbers. The column `sequence` of the table has the reasons. Equal are:
+"""
 
 
 def environment() -> str:
@@ -53,6 +65,7 @@ def environment() -> str:
 
 def summary(records: Sequence[Record]) -> str:
     """How many runs there are, and how many are within the bounds."""
+    records = [record for record in records if not is_split(record)]
     played = {record["case"] for record in records}
     trained = [record for record in records if "losses" in record]
     exported = [record for record in trained if record.get("export")]
@@ -63,6 +76,14 @@ def summary(records: Sequence[Record]) -> str:
         f"{sum(record['export'] == EQUAL for record in exported)} of {len(exported)} exports are equal. "
         f"{len(refused)} models have runs that end with an error."
     )
+
+
+def shown_on(path: Path) -> tuple[str, str]:
+    """The environment and the summary that a page has."""
+    text = path.read_text(encoding="utf-8")
+    (environment,) = re.findall(r"Written by `make models`: (.*)\.$", text, re.MULTILINE)
+    (summary,) = re.findall(r"^\d+ of \d+ models, .*$", text, re.MULTILINE)
+    return environment, summary
 
 
 def page(rows: Sequence[ModelRow], environment: str, summary: str) -> str:
@@ -83,6 +104,7 @@ def page(rows: Sequence[ModelRow], environment: str, summary: str) -> str:
         table(header, map(_farthest, worst[:_WORST])),
         "## Models with runs that end with an error",
         _names([row for row in rows if row.errors or row.failures]),
+        *_sequences(rows),
         *_kinds(rows),
     ]
     return "\n\n".join(block.rstrip() for block in blocks) + "\n"
@@ -101,6 +123,18 @@ def _share(row: ModelRow) -> float:
 
 def _farthest(row: ModelRow) -> tuple[str, ...]:
     return row.name, shown(row.fp32), shown(row.bf16), f"{_share(row):.1f}", row.cause
+
+
+def _sequences(rows: Sequence[ModelRow]) -> Iterator[str]:
+    equal = [row for row in rows if row.sequence == SAME]
+    yield _SEQUENCES.format(
+        updates=UPDATES,
+        models=len(rows),
+        equal=len(equal),
+        refused=sum(REFUSED in row.sequence for row in rows),
+        random=sum(row.sequence == RANDOM for row in rows),
+    )
+    yield _names(equal)
 
 
 def _kinds(rows: Sequence[ModelRow]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from models.exporting import difference
 from models.oracle import Reference, reference
 from models.runs import MORE, PRECISIONS, UPDATES, WORLD, Run, config_of
 
-__all__ = ["play"]
+__all__ = ["LIMIT", "deviations", "play", "record", "worst"]
 
 LIMIT = 60.0
 """Seconds after which a run hangs: its ranks end, and the other runs are played by new ones."""
@@ -46,14 +46,14 @@ def _play_all(case: Case, runs: Sequence[Run], rank: int, place: Path) -> None:
     for run in runs:
         expected = _reference(place, run.precision)
         if isinstance(expected, str):
-            _record(place, rank, run, {"plain": expected})
+            record(place, rank, run, {"plain": expected})
             continue
         faulthandler.dump_traceback_later(LIMIT, exit=True)
         begin = time.process_time()
         try:
             figures = _play(case, run, expected, rank, place)
         except Exception as error:
-            _record(
+            record(
                 place,
                 rank,
                 run,
@@ -62,10 +62,11 @@ def _play_all(case: Case, runs: Sequence[Run], rank: int, place: Path) -> None:
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
-        _record(place, rank, run, figures | {"seconds": round(time.process_time() - begin, 2)})
+        record(place, rank, run, figures | {"seconds": round(time.process_time() - begin, 2)})
 
 
-def _record(place: Path, rank: int, run: Run, found: dict[str, Any]) -> None:
+def record(place: Path, rank: int, run: Any, found: dict[str, Any]) -> None:
+    """Append what came of a run to a rank's file."""
     with (place / f"rank{rank}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"run": str(run), **found}) + "\n")
 
@@ -111,9 +112,9 @@ def _play(case: Case, run: Run, expected: Reference, rank: int, place: Path) -> 
         names = expected.parameters[last]
         parameters = {name: engine.weights.read(name) for name in names}
         figures: dict[str, Any] = {
-            "losses": _deviations(losses, expected.losses[first:last]),
-            "norms": _deviations(norms, expected.norms[first:last]),
-            **_worst(parameters, names),
+            "losses": deviations(losses, expected.losses[first:last]),
+            "norms": deviations(norms, expected.norms[first:last]),
+            **worst(parameters, names),
         }
         if run.saves:
             engine.save(place / f"{run.backend}-{run.precision}")
@@ -141,11 +142,12 @@ def _train(engine: unishard.Engine, case: Case, rank: int, updates: range) -> tu
     return losses, norms
 
 
-def _deviations(found: list[float], right: list[float]) -> list[float]:
+def deviations(found: list[float], right: list[float]) -> list[float]:
+    """Of each figure, relative."""
     return [abs(one - other) / max(abs(other), 1e-12) for one, other in zip(found, right, strict=True)]
 
 
-def _worst(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, Any]:
+def worst(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, Any]:
     """The largest difference of a parameter, and its name."""
     largest = {
         name: _largest(found[name].to(parameter.dtype) - parameter)

@@ -13,11 +13,12 @@ from models import KINDS
 from models.case import Case
 from models.figures import BOUNDS, Record, deviation, precision_of
 from models.runs import Run, runs_of
+from models.sequences import is_split, outcome
 
-__all__ = ["ModelRow", "read", "rows_of", "write"]
+__all__ = ["ModelRow", "read", "rows_of", "write", "write_sequences"]
 
 _FIGURES = [f"{precision} {name}" for precision, bounds in BOUNDS.items() for name in bounds]
-_HEADER = ("kind", "model", *_FIGURES, "export", "errors", "failures", "plain torch", "cause")
+_HEADER = ("kind", "model", *_FIGURES, "export", "errors", "failures", "plain torch", "cause", "sequence")
 
 
 class ModelRow(NamedTuple):
@@ -38,6 +39,8 @@ class ModelRow(NamedTuple):
     """Where plain torch itself cannot compute."""
     cause: str
     """Why figures are beyond their bounds, or runs fail."""
+    sequence: str = ""
+    """What came of the runs with `parallel.sequence`: `models.sequences.outcome`."""
 
 
 def rows_of(records: Iterable[Record]) -> list[ModelRow]:
@@ -54,6 +57,8 @@ def rows_of(records: Iterable[Record]) -> list[ModelRow]:
 
 
 def _row(kind: str, case: Case, records: Sequence[Record], runs: Sequence[Run]) -> ModelRow:
+    split = [record for record in records if is_split(record)]
+    records = [record for record in records if not is_split(record)]
     ended = [record for record in records if "error" in record]
     return ModelRow(
         kind,
@@ -64,6 +69,7 @@ def _row(kind: str, case: Case, records: Sequence[Record], runs: Sequence[Run]) 
         failures="\n".join(_messages("error", [record for record in ended if not record["ours"]], runs)),
         plain="\n".join(_messages("plain", [record for record in records if "plain" in record], runs)),
         cause=case.known,
+        sequence=outcome(split),
     )
 
 
@@ -103,6 +109,22 @@ def write(path: Path, rows: Iterable[ModelRow]) -> None:
         lines.writerow(_HEADER)
         for kind, name, fp32, bf16, *texts in rows:
             lines.writerow((kind, name, *_cells(fp32, "fp32"), *_cells(bf16, "bf16"), *texts))
+
+
+def write_sequences(path: Path, records: Iterable[Record]) -> None:
+    """Write what came of the runs with `parallel.sequence` into the file, and leave its other figures as they are."""
+    by_case: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by_case[record["case"]].append(record)
+    with path.open(encoding="utf-8", newline="") as file:
+        _, *lines = csv.reader(file)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(_HEADER)
+        for line in lines:
+            name = line[_HEADER.index("model")]
+            kept = outcome(by_case[name]) if name in by_case else "".join(line[len(_HEADER) - 1 :])
+            table.writerow([*line[: len(_HEADER) - 1], kept])
 
 
 def _cells(figures: Sequence[float], precision: str) -> list[str]:

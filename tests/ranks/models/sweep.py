@@ -7,25 +7,30 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from models import CASES
-from models.page import environment, page, summary
+from models.page import environment, page, shown_on, summary
 from models.playing import play
-from models.rows import rows_of, write
-from models.runs import WORLD, Run, runs_of
+from models.rows import read, rows_of, write, write_sequences
+from models.runs import WORLD, runs_of
+from models.sequences import is_split, outcome, play_split, split_runs_of
 from unishard.testing import RankFailure, run_ranks
 
-__all__ = ["attempt", "played"]
+__all__ = ["attempt", "played", "played_split"]
 
 Record = dict[str, Any]
 _TIMEOUT = 600.0
 _BESIDE = 2
 """Cases that are played at a time: ranks wait for each other a good part of the time."""
+_TOGETHER = 24
+"""Cases that share ranks with `parallel.sequence`: a start takes longer than they do."""
 
 
 def played(name: str) -> list[Record]:
@@ -41,21 +46,40 @@ def played(name: str) -> list[Record]:
     return records
 
 
-def attempt(todo: Mapping[str, Sequence[Run]], folder: str) -> dict[str, list[Record]]:
+def played_split(names: Sequence[str]) -> list[Record]:
+    """What came of the runs of some cases with `parallel.sequence`. An error ends the ranks; new ones go on."""
+    todo = {name: split_runs_of(list(CASES).index(name)) for name in names}
+    records: list[Record] = []
+    with TemporaryDirectory(prefix="models-") as folder:
+        while todo:
+            found = attempt(todo, folder, play_split)
+            records += [record for of_case in found.values() for record in of_case]
+            todo = {name: left for name, runs in todo.items() if (left := runs[len(found[name]) :])}
+    return records
+
+
+def attempt(
+    todo: Mapping[str, Sequence[Any]], folder: str, player: Callable[..., None] = play
+) -> dict[str, list[Record]]:
     """By case, what came of its runs in one pair of ranks, until one failed."""
     failure = None
     try:
-        run_ranks(WORLD, play, todo, folder, timeout=_TIMEOUT, grace=20.0)
+        run_ranks(WORLD, player, todo, folder, timeout=_TIMEOUT, grace=20.0)
     except RankFailure as error:
         failure = error
-    return {name: list(_until_failed(Path(folder, name), runs, failure)) for name, runs in todo.items()}
+    found: dict[str, list[Record]] = {name: [] for name in todo}
+    for name, runs in todo.items():
+        found[name] += _until_failed(name, Path(folder, name), runs, failure)
+        if failure is not None and any("error" in record for record in found[name]):
+            break
+    return found
 
 
-def _until_failed(folder: Path, runs: Sequence[Run], failure: RankFailure | None) -> Iterator[Record]:
+def _until_failed(name: str, folder: Path, runs: Sequence[Any], failure: RankFailure | None) -> Iterator[Record]:
     ranks = [{record.pop("run"): record for record in _lines(folder / f"rank{rank}.jsonl")} for rank in range(WORLD)]
     for run in runs:
         record = _combined([each.get(str(run)) for each in ranks], failure)
-        yield {"case": folder.name, "run": str(run), **record}
+        yield {"case": name, "run": str(run), **record}
         if "error" in record and failure is not None:
             return
 
@@ -68,9 +92,14 @@ def _lines(path: Path) -> Iterator[Record]:
 def _combined(ranks: list[Record | None], failure: RankFailure | None) -> Record:
     """What came of a run, from what came of it on each rank."""
     given = [each for each in ranks if each is not None]
-    errors = [each["error"] for each in given if "error" in each]
+    ended = [each for each in given if "error" in each]
+    errors = [each["error"] for each in sorted(ended, key=lambda each: each.get("lost", False))]
     if errors:
-        return {"error": errors[0], "ours": len(errors) == WORLD and all(each["ours"] for each in given)}
+        told = len(errors) == WORLD or any(each.get("stops") for each in ended)
+        return {"error": errors[0], "ours": told and all(each["ours"] for each in ended)}
+    refusals = [each["refused"] for each in given if "refused" in each]
+    if 0 < len(refusals) < WORLD:
+        return {"error": f"one rank alone refuses: {refusals[0]}", "ours": False}
     if len(given) < WORLD:
         return {"error": _ending(failure), "ours": False}
     if any(each.get("norms") != given[0].get("norms") for each in given):
@@ -97,6 +126,7 @@ def main() -> int:
         "--records", type=Path, default=Path("models-out/records.jsonl"), help="the file of what came of each run"
     )
     parser.add_argument("--resume", action="store_true", help="play only cases that have no records there")
+    parser.add_argument("--sequence", action="store_true", help="play them only with parallel.sequence, for its column")
     asked = parser.parse_args()
     asked.records.parent.mkdir(parents=True, exist_ok=True)
     if not asked.resume:
@@ -104,29 +134,42 @@ def main() -> int:
     records = list(_lines(asked.records))
     names = [name for name in CASES if any(each.strip() in name for each in asked.only.split(","))]
     begin = time.monotonic()
-    for number, found in enumerate(
-        _all([name for name in names if name not in {record["case"] for record in records}]), 1
-    ):
+    for number, found in enumerate(_all(names, records, sequence=asked.sequence), 1):
         records += found
         with asked.records.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in found)
         sys.stderr.write(f"{time.monotonic() - begin:6.0f} s {number:4} {_line(found)}\n")
     if not asked.only:
-        rows = rows_of(records)
-        write(asked.folder / "models-tested.csv", rows)
-        text = page(rows, environment(), summary(records))
-        (asked.folder / "models-tested.md").write_text(text, encoding="utf-8")
+        table, text = asked.folder / "models-tested.csv", asked.folder / "models-tested.md"
+        said = shown_on(text) if asked.sequence else (environment(), summary(records))
+        if asked.sequence:
+            write_sequences(table, records)
+        else:
+            write(table, rows_of(records))
+        text.write_text(page(read(table), *said), encoding="utf-8")
     return 0
 
 
-def _all(names: Sequence[str]) -> Iterator[list[Record]]:
+def _all(names: Sequence[str], records: Sequence[Record], *, sequence: bool) -> Iterator[list[Record]]:
+    """What comes of cases that have no records, by case."""
+    split = {record["case"] for record in records if is_split(record)}
+    whole = {record["case"] for record in records if not is_split(record)}
+    together = [name for name in names if name not in split]
     with ProcessPoolExecutor(_BESIDE, multiprocessing.get_context("spawn")) as pool:
-        for each in as_completed([pool.submit(played, name) for name in names]):
-            yield each.result()
+        futures = [] if sequence else [pool.submit(played, name) for name in names if name not in whole]
+        futures += [
+            pool.submit(played_split, together[first : first + _TOGETHER])
+            for first in range(0, len(together), _TOGETHER)
+        ]
+        for each in as_completed(futures):
+            for _, of_case in groupby(each.result(), itemgetter("case")):
+                yield list(of_case)
 
 
 def _line(records: Sequence[Record]) -> str:
     """The worst of a case, for who watches."""
+    if is_split(records[0]):
+        return f"{records[0]['case']:28} {outcome(records)[:300]}"
     good = [record for record in records if "losses" in record]
     figures = [
         f"{kind} {max(max(record['losses']) for record in chosen):.0e} "

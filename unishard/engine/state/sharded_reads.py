@@ -6,7 +6,7 @@ from unishard.contract.adapter import InferenceAdapter
 from unishard.errors import ModelError, UnishardError
 
 
-def refuse_sharded_read(adapter: InferenceAdapter, error: RuntimeError) -> None:
+def refuse_sharded_read(adapter: InferenceAdapter, error: Exception) -> None:
     """Raise ModelError, which says what to write, in place of the error of an operation on a sharded weight."""
     why = explain_sharded_read(adapter, error)
     if why is not None:

@@ -18,6 +18,7 @@ from unishard.testing.features import (
     plain,
     precision,
     recomputation,
+    sequence,
     sharding,
 )
 
@@ -36,6 +37,7 @@ AREAS: Mapping[str, tuple[Feature, ...]] = {
     "models": models.FEATURES,
     "recomputation": recomputation.RECOMPUTATION,
     "units": conditional.FEATURES,
+    "sequence": sequence.FEATURES,
     "combinations": combinations.FEATURES,
 }
 """Features by area, in the order of the table."""

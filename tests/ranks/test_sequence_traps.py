@@ -1,0 +1,232 @@
+"""What others got wrong with long sequences, as a user notices it, where no other test of `parallel.sequence` has it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import BACKENDS, config, in_ranks, refused
+from harness.training import EACH
+from sequence_models import LENGTH, VOCABULARY, Own, Packed, batch_of, build
+from test_sequence import assert_equal, configured, expected, trained
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import unishard
+from unishard.sequence import tiles
+
+METHODS = ("ulysses", "allgather")
+
+
+def _everyones(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+@in_ranks(cells=EACH)
+def test_each_rank_shows_the_loss_of_the_whole_micro_batch(backend):
+    """Not that of its part, in training too, where the parts have different numbers of labels, one of them none."""
+    cfg = configured(backend, training={"micro_batch_size": 2})
+    batch = batch_of(Packed(packed=False), 0)
+    batch["labels"][:, : LENGTH // 2 + 2] = -100
+    with unishard.prepare(build("llama"), cfg) as engine:
+        (part,) = engine.batches([batch])
+        loss = engine(**part).loss
+        engine.backward(loss)
+        norm = engine.step().grad_norm
+    plain = build("llama")
+    whole = plain(**batch).loss
+    whole.backward()
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-6)
+    assert norm == pytest.approx(torch.nn.utils.get_total_norm([each.grad for each in plain.parameters()]).item())
+    assert _everyones(loss.item()) == [loss.item()] * 2
+
+
+@in_ranks(world=4, cells=EACH)
+def test_an_epoch_has_each_sample_once_whatever_the_size(backend):
+    read = {}
+    for size in (1, 2, 4):
+        cfg = configured(backend, size=size, training={"micro_batch_size": 1})
+        with unishard.prepare(build("own"), cfg):
+            mine = [tuple(batch["input_ids"][0].tolist()) for batch in unishard.dataloader(Packed(24), cfg)]
+            everyones = _everyones(mine)
+        assert all(each == everyones[rank - rank % size] for rank, each in enumerate(everyones))
+        read[size] = Counter(sample for of_group in everyones[::size] for sample in of_group)
+    assert read[1] == read[2] == read[4]
+    assert set(read[1].values()) == {1}
+
+
+@in_ranks(cells=EACH)
+def test_a_batch_keeps_its_names_and_its_other_values(backend):
+    cfg = configured(backend)
+    whole = batch_of(Packed(packed=False), 0) | {"source": "a", "weight": torch.ones(2)}
+    with unishard.prepare(build("llama"), cfg) as engine:
+        (part,) = engine.batches([whole])
+    assert set(part) == {*whole, "position_ids", "shift_labels"}
+    assert part["source"] == "a"
+    assert part["labels"].shape == part["shift_labels"].shape == part["input_ids"].shape == (2, 12)
+
+
+@in_ranks(cells=tuple((backend, METHODS[number % 2]) for number, backend in enumerate(BACKENDS)))
+def test_adapters_on_the_head_and_a_whole_trained_module(backend, method):
+    from peft import LoraConfig, get_peft_model
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(1)
+        config = LoraConfig(
+            r=4, target_modules=["q_proj", "lm_head"], modules_to_save=["norm"], init_lora_weights=False
+        )
+        return get_peft_model(build("llama"), config)
+
+    cfg = configured(backend, method=method)
+    with unishard.prepare(adapted(), cfg) as engine:
+        curve = trained(engine, cfg, "llama")
+    reference, _ = expected(cfg, "llama", 1, model=adapted())
+    assert_equal(curve, reference)
+
+
+class Scored(nn.Module):
+    """A causal language model whose own loss is the mean over what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Own()
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, shift_labels: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        logits = self.body(input_ids, position_ids)
+        if shift_labels is None:
+            return (logits,)
+        return functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten()), logits
+
+
+@in_ranks(cells=EACH)
+def test_a_mean_over_a_part_is_refused_where_all_tokens_have_the_same_loss(backend):
+    """At the start of a training the mean over each part is nearly that of the whole."""
+    torch.manual_seed(0)
+    model, cfg = Scored(), configured(backend)
+    nn.init.zeros_(model.body.head.weight)
+    nn.init.zeros_(model.body.head.bias)
+    batch = batch_of(Packed(), 0)
+    with unishard.prepare(model, cfg) as engine:
+        (part,) = engine.batches([batch])
+        message = refused(
+            lambda: engine(part["input_ids"], position_ids=part["position_ids"], shift_labels=part["shift_labels"])
+        )
+    assert "computes a loss that is no mean over tokens" in message
+
+
+class Fails(nn.Module):
+    """Has a table that is as long as whole samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.table = Own(), nn.Parameter(torch.zeros(LENGTH + 1, VOCABULARY))
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.body(input_ids, position_ids) + self.table
+
+
+@in_ranks(cells=EACH)
+def test_a_model_that_fails_with_a_part_is_no_traceback(backend):
+    cfg = configured(backend)
+    with unishard.prepare(Fails(), cfg) as engine:
+        (part,) = engine.batches([batch_of(Packed(), 0)])
+        message = refused(engine, part["input_ids"], part["position_ids"])
+    assert message.startswith(
+        "ModelError: the model fails where each rank has a part of its sequences: RuntimeError: The size"
+    )
+    assert "parallel.sequence.keys" in message
+
+
+def _called(engine: Any, batches: Any) -> tuple[list[float], Counter[str]]:
+    """Losses and norms of two updates to the bit, and how often each function of unishard was called in the second."""
+    calls: Counter[str] = Counter()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and f"{Path('/unishard')}" in frame.f_code.co_filename:
+            calls[f"{Path(frame.f_code.co_filename).parent.name}/{frame.f_code.co_qualname}"] += 1
+
+    figures: list[float] = []
+    for turn, batch in enumerate(engine.batches(batches)):
+        sys.setprofile(count if turn else None)
+        try:
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            step = engine.step()
+        finally:
+            sys.setprofile(None)
+        figures += [loss.item(), step.grad_norm]
+    return figures, calls
+
+
+@in_ranks(cells=EACH)
+def test_without_the_section_nothing_changes(backend):
+    """To the bit, and by the calls of an update; the batch is what the loader gave."""
+    found = []
+    batches = [batch_of(Packed(), 4 * turn) for turn in range(2)]
+    for section in (None, {"sequence": 1}):
+        cfg = config(backend, parallel=section)
+        with unishard.prepare(build("llama"), cfg) as engine:
+            assert engine.module.config._attn_implementation == "sdpa"
+            (yielded, _) = engine.batches(batches)
+            assert yielded.keys() == batches[0].keys()
+            assert all(torch.equal(yielded[name], batches[0][name]) for name in yielded)
+            found.append(_called(engine, batches))
+    assert found[0] == found[1]
+    of_section = [name for _, calls in found for name in calls if name.startswith("sequence/")]
+    assert of_section == []
+    assert found[0][1].total() > 100
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, torch.Tensor):
+                self.elements = max(self.elements, each.numel())
+        return made
+
+
+def _largest(engine: Any, length: int, documents: int) -> int:
+    each = length // documents
+    tokens = torch.randint(1, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(each).repeat(documents)[None]
+    (part,) = engine.batches([{"input_ids": tokens, "labels": tokens, "position_ids": positions}])
+    with Largest() as largest:
+        engine.backward(engine(**part).loss)
+        engine.step()
+    return largest.elements
+
+
+@in_ranks(
+    cells=tuple(
+        (BACKENDS[number % 2], method, name)
+        for number, (method, name) in enumerate((method, name) for name in ("windows", "softcap") for method in METHODS)
+    )
+)
+def test_no_tensor_grows_with_the_square_of_the_sequence(backend, method, name):
+    """Neither where documents are packed, nor in one document, also where no kernel is fused (`softcap`)."""
+    cfg = configured(backend, method=method, training={"micro_batch_size": 1})
+    with pytest.MonkeyPatch.context() as patch, unishard.prepare(build(name), cfg) as engine:
+        patch.setattr(tiles, "_BLOCK", 128)
+        _largest(engine, 256, 1)  # the proof, once
+        packed = [_largest(engine, length, length // 64) for length in (512, 1024)]
+        one = [_largest(engine, length, 1) for length in (512, 1024)]
+    assert packed[1] <= 2 * packed[0]
+    assert packed[1] < 1024 * 1024 / 4
+    assert one[1] <= 2 * one[0]

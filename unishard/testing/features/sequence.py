@@ -1,0 +1,172 @@
+"""Long sequences, of which each rank of a group has a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import unishard
+from unishard.config.nested import merge
+from unishard.contract.tolerances import TOLERANCES, Tolerance
+from unishard.testing.cells import STRATEGIES, Cell, Feature, Recorder, micro_batches
+from unishard.testing.features.lora import lora
+from unishard.testing.models import MODELS, TestModel, llama
+from unishard.testing.oracle import Curve
+
+Models = Mapping[str, TestModel]
+_SIZE = 2
+_IN_PARTS = TOLERANCES | {
+    "bf16": Tolerance(
+        5e-4,
+        5e-3,
+        5e-3,
+        5e-2,
+        "each rank rounds what its part of a sequence adds to a gradient to bf16, before the parts are added in fp32",
+    )
+}
+
+
+def _packed(index: int) -> dict[str, Tensor]:
+    """Two documents, with as many labels as each sample has, at its beginning or its end."""
+    sample = MODELS["llama"].sample(index)
+    length = len(sample["input_ids"])
+    border, labels, ignored = 3 + index % 5, sample["labels"].clone(), 1 + index % 4
+    labels[:ignored] = labels[length - 4 + ignored :] = -100
+    positions = torch.cat([torch.arange(border), torch.arange(length - border)])
+    return sample | {"labels": labels, "position_ids": positions}
+
+
+def _windowed() -> nn.Module:
+    """A tiny Gemma 3, one of whose layers has a sliding window, the same on every call."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=97,
+        hidden_size=24,
+        intermediate_size=41,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=32,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        use_cache=False,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model: nn.Module = Gemma3ForCausalLM(config)
+        return model
+
+
+def _of(build: Callable[..., nn.Module], **changes: Any) -> TestModel:
+    return TestModel(lambda: build(**changes), _packed)
+
+
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
+"""They divide by the size of a group."""
+
+
+def _loop(models: Models, engine: unishard.Engine, data: list[dict[str, Any]], cell: Cell) -> Curve:
+    """The ranks of a group read the micro-batches that each of them would have read alone."""
+    rank = unishard.Topology.from_environment().rank
+    first = rank - rank % _SIZE
+    of_group = [micro_batches(models[cell.model], cell, rank) for rank in range(first, first + _SIZE)]
+    recorder = Recorder()
+    for micro_batch in engine.batches([each for turn in zip(*of_group, strict=True) for each in turn]):
+        loss = engine(**micro_batch).loss
+        engine.backward(loss)
+        recorder.record(engine.mean(loss), engine.step())
+    return recorder.curve()
+
+
+def _trained(models: Models) -> dict[str, Any]:
+    """Fields of a feature with these models."""
+    return {"models": models, "loop": partial(_loop, models)}
+
+
+def _sections(method: str, **more: Any) -> dict[str, Any]:
+    window = {"training": {"gradient_accumulation_steps": 2 * _SIZE}}
+    return merge({"parallel": {"sequence": {"size": _SIZE, "method": method}}} | window, more)
+
+
+_ULYSSES = Feature(
+    "ulysses",
+    "two ranks share each sample of packed documents, with labels unevenly distributed over them; `parallel.sequence`",
+    sections=_sections("ulysses"),
+    least_ranks=_SIZE,
+    tolerances=_IN_PARTS,
+    **_trained({"llama": _of(llama, **_HEADS)}),
+)
+_ALLGATHER = replace(
+    _ULYSSES,
+    name="allgather",
+    about="the same with gathered keys and values, three heads and a sliding window",
+    sections=_sections("allgather"),
+    **_trained({"gemma3": _of(_windowed)}),
+)
+
+
+def _with(feature: Feature, suffix: str, about: str, sections: dict[str, Any], **changes: Any) -> Feature:
+    return replace(
+        feature, name=f"{feature.name}_{suffix}", about=about, sections=merge(feature.sections, sections), **changes
+    )
+
+
+_COMPILED = {"compile": {"mode": "per_block", "backend": "aot_eager"}}
+FEATURES = (
+    _ULYSSES,
+    _ALLGATHER,
+    _with(_ULYSSES, "unclipped", "without clipping", {}, clip=None, strategies=STRATEGIES[2:]),
+    _with(
+        _ULYSSES,
+        "recomputed",
+        "every block recomputes its forward",
+        {"activation_checkpointing": "full"},
+    ),
+    _with(
+        _ALLGATHER,
+        "recomputed",
+        "recomputation keeps the outputs of products with weights",
+        {"activation_checkpointing": "selective"},
+        strategies=("no_shard", "full_shard"),
+    ),
+    _with(
+        _ULYSSES,
+        "offloaded",
+        "parameters and optimizer in host memory",
+        {"offload": "cpu"},
+        strategies=("full_shard",),
+    ),
+    _with(
+        _ALLGATHER,
+        "offloaded",
+        "master weights and optimizer state in host memory",
+        {"offload": {"optimizer": "cpu"}},
+        strategies=STRATEGIES[1:],
+    ),
+    _with(_ULYSSES, "compiled", "each block compiled", _COMPILED, strategies=("no_shard", "full_shard")),
+    _with(_ALLGATHER, "compiled", "each block compiled", _COMPILED, strategies=("shard_grad_op", "full_shard")),
+    _with(
+        _ULYSSES,
+        "lora",
+        "fp32 adapters on a frozen fp32 base",
+        {},
+        precisions=("fp32",),
+        **_trained({"llama": _of(lora, **_HEADS)}),
+    ),
+    _with(
+        _ALLGATHER,
+        "lora_recomputed",
+        "fp32 adapters on a frozen fp32 base, every block recomputes its forward",
+        {"activation_checkpointing": "full"},
+        precisions=("fp32",),
+        **_trained({"llama": _of(lora, attn_implementation="sdpa")}),
+    ),
+)
