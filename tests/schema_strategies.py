@@ -66,6 +66,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                     nonfinite=st.sampled_from(
                         ("skip", "raise") if precision["compute"] == "fp16" else ("skip", "raise", "ignore")
                     ),
+                    loss_chunk_tokens=st.none() | positive,
                     last_window=st.sampled_from(("step", "drop")),
                     seed=st.integers(0, 2**32 - 1),
                 ),

@@ -48,6 +48,7 @@ from unishard.engine.training_only import require_training
 from unishard.engine.weights import Weights
 from unishard.errors import ContractError
 from unishard.failures import lifetime
+from unishard.logits.forward import ChunkedForward
 from unishard.observe.expected_memory import ExpectedMemory
 from unishard.observe.observer import Observers
 from unishard.observe.one_number import check_number
@@ -65,11 +66,17 @@ class Engine(OtherNames, Process):
     What is not the loop is in three parts: `weights`, `gradients` and `framework`.
     """
 
-    def __init__(self, adapter: InferenceAdapter, plan: RunPlan, sequences: SplitSequences | None = None) -> None:
+    def __init__(
+        self,
+        adapter: InferenceAdapter,
+        plan: RunPlan,
+        sequences: SplitSequences | None = None,
+        chunked: ChunkedForward | None = None,
+    ) -> None:
         """Set up the parts of the engine around an adapter. Collective."""
         training, module, warn = adapter.training, adapter.module, WarnOnce()
         super().__init__(adapter.device)
-        self._adapter, self._sequences = adapter, sequences
+        self._adapter, self._sequences, self._chunked = adapter, sequences, chunked
         self._order = order = order_of_calls(adapter, plan)
         self._observers = Observers()
         if training is not None:
@@ -551,8 +558,9 @@ class Engine(OtherNames, Process):
                 self._accumulation.close()
             self._checkpoints.close()
         finally:
-            if self._sequences is not None:
-                self._sequences.close()
+            for forward in (self._chunked, self._sequences):
+                if forward is not None:
+                    forward.close()
             self._adapter.close()
 
     def _training(self, call: str) -> Accumulation:

@@ -35,6 +35,7 @@ from unishard.engine.verify import verify
 from unishard.errors import ModelError
 from unishard.failures import collective_check, lifetime, monitor_client
 from unishard.failures.endings import explain_lost_connections
+from unishard.logits.forward import ChunkedForward
 from unishard.observe.expected_memory import ExpectedMemory
 from unishard.sequence.split_sequences import SplitSequences
 
@@ -107,10 +108,14 @@ def prepare(
             sequences = SplitSequences(model, plan.sequence) if plan.sequence.on else None
             if sequences is not None:
                 on_error.callback(sequences.close)
+            chunked = None
+            if plan.optimizer is not None and plan.loop.loss_chunk_tokens is not None:
+                chunked = ChunkedForward(model, plan.loop.loss_chunk_tokens)
+                on_error.callback(chunked.close)
             adapter = _shard(model, plan)
             on_error.callback(adapter.close)
             _verify(adapter, plan)
-            engine = Engine(adapter, plan, sequences)
+            engine = Engine(adapter, plan, sequences, chunked)
             on_error.pop_all()  # from here on the engine closes them
         return engine if plan.optimizer is None else _begin(engine, plan, reseed=reseed)
 

@@ -64,6 +64,12 @@ def config_for(args: Any, requested: Config | str | Path | Mapping[str, Any] | N
         config = translated({name: getattr(args, name) for name in _FSDP}, "hf", sections=_ENGINE)
     else:
         config = config_of(source)
+    if args.label_smoothing_factor and config.training.loss_chunk_tokens is not None:
+        raise _wrong(
+            "label_smoothing_factor",
+            f"is {args.label_smoothing_factor}, which the Trainer computes of the logits of all tokens; leave it or "
+            "training.loss_chunk_tokens out",
+        )
     _switch_off(args)
     return agreed(
         config,
