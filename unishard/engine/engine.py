@@ -21,6 +21,7 @@ from unishard.contract.plan import RunPlan
 from unishard.contract.results import Resumed, Step
 from unishard.data.batches import Window, to_device
 from unishard.data.warn_once import WarnOnce
+from unishard.engine.around_forward import AroundForward
 from unishard.engine.assembly import guarded_module, order_of_calls, training_guards, training_windows
 from unishard.engine.entering import entered
 from unishard.engine.framework import Framework
@@ -48,11 +49,9 @@ from unishard.engine.training_only import require_training
 from unishard.engine.weights import Weights
 from unishard.errors import ContractError
 from unishard.failures import lifetime
-from unishard.logits.forward import ChunkedForward
 from unishard.observe.expected_memory import ExpectedMemory
 from unishard.observe.observer import Observers
 from unishard.observe.one_number import check_number
-from unishard.sequence.split_sequences import SplitSequences
 
 
 @entered
@@ -66,17 +65,12 @@ class Engine(OtherNames, Process):
     What is not the loop is in three parts: `weights`, `gradients` and `framework`.
     """
 
-    def __init__(
-        self,
-        adapter: InferenceAdapter,
-        plan: RunPlan,
-        sequences: SplitSequences | None = None,
-        chunked: ChunkedForward | None = None,
-    ) -> None:
+    def __init__(self, adapter: InferenceAdapter, plan: RunPlan, around: AroundForward) -> None:
         """Set up the parts of the engine around an adapter. Collective."""
         training, module, warn = adapter.training, adapter.module, WarnOnce()
         super().__init__(adapter.device)
-        self._adapter, self._sequences, self._chunked = adapter, sequences, chunked
+        self._adapter, self._around = adapter, around
+        self._sequences = sequences = around.sequences
         self._order = order = order_of_calls(adapter, plan)
         self._observers = Observers()
         if training is not None:
@@ -558,9 +552,7 @@ class Engine(OtherNames, Process):
                 self._accumulation.close()
             self._checkpoints.close()
         finally:
-            for forward in (self._chunked, self._sequences):
-                if forward is not None:
-                    forward.close()
+            self._around.close()
             self._adapter.close()
 
     def _training(self, call: str) -> Accumulation:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.errors import ModelError
 from unishard.logits.deferred_logits import DeferredLogits, HeadCalls, Recipe
 
@@ -70,8 +71,10 @@ class ChunkedForward:
         """Watch the forward of a model that is not sharded yet.
 
         Raises:
+            BackendError: This torch lacks a private name that it needs.
             ModelError: It has no head that `get_output_embeddings` names, or hooks look at what its head returns.
         """
+        CORE_PRIVATE_API["logits-in-chunks"].require()
         self._chunk_tokens, self._name = chunk_tokens, type(model).__name__
         owners = {module: head for module in model.modules() if (head := _head_of(module)) is not None}
         heads = set(owners.values())
