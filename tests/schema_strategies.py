@@ -48,6 +48,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         offload["nvme_path"] = draw(st.sampled_from(("/local", "files of mine")))
     if {"cpu", "nvme"} & {*offload.values()}:
         offload |= draw(some(pin_memory=st.booleans()))
+    compiled = draw(st.sampled_from(("none", "per_block", {"mode": "full", "backend": "eager"})))
     return {
         "backend": draw(st.sampled_from(("fsdp", "deepspeed"))),
         "sharding": draw(st.sampled_from((strategy, strategy.upper()))) if len(sharding) == 1 else sharding,
@@ -56,7 +57,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         "optimizer": draw(_optimizers()),
         "scheduler": draw(_schedulers()),
         "activation_checkpointing": draw(st.sampled_from(("none", "full", "selective", "FULL")) | names),
-        "compile": draw(st.sampled_from(("none", "per_block", {"mode": "full", "backend": "eager"}))),
+        "compile": compiled,
         **draw(
             some(
                 training=some(
@@ -66,6 +67,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                     nonfinite=st.sampled_from(
                         ("skip", "raise") if precision["compute"] == "fp16" else ("skip", "raise", "ignore")
                     ),
+                    loss_chunk_tokens=st.none() if isinstance(compiled, dict) else st.none() | positive,
                     last_window=st.sampled_from(("step", "drop")),
                     seed=st.integers(0, 2**32 - 1),
                 ),

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from unishard.engine.prepare import prepare
     from unishard.engine.state.moving_average import MovingAverage
     from unishard.failures.lifetime import shutdown
+    from unishard.logits.chunks import chunked_loss
     from unishard.sequence.attention import attention
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "UnishardError",
     "attention",
     "available",
+    "chunked_loss",
     "dataloader",
     "from_pretrained",
     "init",
@@ -89,6 +91,7 @@ _ON_FIRST_USE = {
     "Resumed": "unishard.contract.results",
     "Step": "unishard.contract.results",
     "attention": "unishard.sequence.attention",
+    "chunked_loss": "unishard.logits.chunks",
     "dataloader": "unishard.data",
     "from_pretrained": "unishard.engine.model.from_pretrained",
     "init": "unishard.engine.model.initialization",

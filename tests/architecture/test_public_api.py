@@ -41,6 +41,7 @@ PUBLIC = [
     "UnishardError",
     "attention",
     "available",
+    "chunked_loss",
     "dataloader",
     "from_pretrained",
     "init",

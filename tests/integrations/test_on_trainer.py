@@ -37,6 +37,7 @@ BEST = {
     "save_total_limit": 2,
 }
 VARIANTS = {
+    "chunked": {},
     "plain": {},
     "smooth": {"label_smoothing_factor": 0.1},
     "unclipped": {"max_grad_norm": 0.0},
@@ -111,6 +112,8 @@ def trainer(backend, strategy, folder, variant="plain", *, base=None, given=None
 
     kind = type("OnUnishard", (UnishardMixin, base), {})
     config = {"backend": backend, "sharding": strategy} if backend else None
+    if config and variant == "chunked":
+        config["training"] = {"loss_chunk_tokens": 5}
     return kind(given, args, **data, unishard=config)
 
 
@@ -292,6 +295,7 @@ def translated():
         refused(make, **of_deepspeed(gradient_clipping=2.0)),
         refused(make, {**own, "training": {"gradient_clipping": 2.0}}),
         refused(make, {**own, "precision": "fp32"}, bf16=True),
+        refused(make, {**own, "training": {"loss_chunk_tokens": 8}}, label_smoothing_factor=0.1),
     ]
 
 
@@ -373,10 +377,11 @@ def test_a_config_of_deepspeed_says_the_optimizer_and_the_schedule():
 
 
 def test_the_arguments_of_the_trainer_are_translated_or_contradict():
-    for found, (none, both, contradicted, clipping, precision) in of(translated):
+    for found, (none, both, contradicted, clipping, precision, smoothed) in of(translated):
         assert found == ("fsdp", "full_shard", ["LlamaDecoderLayer"], "bf16", "shard_grad_op")
         assert "no config" in none
         assert "TrainingArguments.fsdp: is set beside a config of unishard" in both
         assert "TrainingArguments.deepspeed: contradicts other arguments: - ds gradient_clipping=2.0" in contradicted
         assert "training.gradient_clipping: is 2.0, but the framework's arguments say 0.5" in clipping
         assert "precision.compute: is fp32, but the framework's arguments say bf16" in precision
+        assert "leave it or training.loss_chunk_tokens out" in smoothed

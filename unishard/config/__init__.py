@@ -144,6 +144,9 @@ class Config(Section):
                     f"is unused with {strategy}, which does not prefetch; remove it or choose full_shard",
                 )
             )
+        if self.training.loss_chunk_tokens is not None and self.compile.mode == "full":
+            what = "is not supported with compile.mode full, which compiles the loss too; write per_block"
+            problems.append(("training.loss_chunk_tokens", what))
         if self.activation_checkpointing == []:
             problems.append(("activation_checkpointing", "is empty; name at least one class, or write full or none"))
         refuse(problems)

@@ -22,6 +22,10 @@ class Training(Section):
     x ranks. If omitted, it is computed."""
     gradient_clipping: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Maximum global L2 norm of the gradients. `null` for no clipping."""
+    loss_chunk_tokens: int | None = Field(default=None, ge=1)
+    """How many tokens' logits a language model of transformers makes at once where it is called with labels: its head
+    and its loss run over so many at a time, and once more in backward. `null` for all. Memory of the loss then does not
+    grow with the tokens of a micro-batch; losses do not change. Your own model calls `unishard.chunked_loss`."""
     nonfinite: Literal["skip", "raise", "ignore"] = Field(default="skip")
     """What happens to an update whose gradients contain an infinity or a NaN on any rank: `skip` skips it, `raise`
     raises `NonFiniteError`; both leave parameters, optimizer state and schedule unchanged. `ignore` applies it, as

@@ -59,6 +59,9 @@ LOOP: Mapping[str, Rule] = {
     "training.gradient_clipping": done_by_unishard(
         "fp32 L2 norm over all ranks, formula of `torch.nn.utils.clip_grad_norm_`"
     ),
+    "training.loss_chunk_tokens": done_by_unishard(
+        "the model's head runs once over chunks, recomputed by `torch.utils.checkpoint`; its weights are gathered once"
+    ),
     "training.nonfinite": done_by_unishard("checks the global norm before the update, the same on every rank"),
     "training.last_window": done_by_unishard("`step` divides by the true length of the last window, or leaves it out"),
     "training.buffers": done_by_unishard(

@@ -178,6 +178,18 @@ CORE_PRIVATE_API = by_name(
         instead="plan with one of these versions",
     ),
     PrivateApi(
+        name="logits-in-chunks",
+        case="training.loss_chunk_tokens",
+        names=(
+            "torch:Tensor._make_wrapper_subclass",
+            "torch._C:DisableTorchFunctionSubclass",
+            "torch.utils._pytree:tree_leaves",
+        ),
+        versions="torch 2.13",
+        link=f"{_TORCH}/_tensor.py#L1",
+        instead="leave it out, or use one of these versions; unishard.chunked_loss needs none of them",
+    ),
+    PrivateApi(
         name="export-conversions",
         case="An export of a model whose weights transformers converts",
         names=("torch:Tensor._version", "torch:UntypedStorage._cdata"),

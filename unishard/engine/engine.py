@@ -21,6 +21,7 @@ from unishard.contract.plan import RunPlan
 from unishard.contract.results import Resumed, Step
 from unishard.data.batches import Window, to_device
 from unishard.data.warn_once import WarnOnce
+from unishard.engine.around_forward import AroundForward
 from unishard.engine.assembly import guarded_module, order_of_calls, training_guards, training_windows
 from unishard.engine.entering import entered
 from unishard.engine.framework import Framework
@@ -51,7 +52,6 @@ from unishard.failures import lifetime
 from unishard.observe.expected_memory import ExpectedMemory
 from unishard.observe.observer import Observers
 from unishard.observe.one_number import check_number
-from unishard.sequence.split_sequences import SplitSequences
 from unishard.sequence.whole_calls import WholeCalls
 
 
@@ -66,11 +66,12 @@ class Engine(OtherNames, Process):
     What is not the loop is in three parts: `weights`, `gradients` and `framework`.
     """
 
-    def __init__(self, adapter: InferenceAdapter, plan: RunPlan, sequences: SplitSequences | None = None) -> None:
+    def __init__(self, adapter: InferenceAdapter, plan: RunPlan, around: AroundForward) -> None:
         """Set up the parts of the engine around an adapter. Collective."""
         training, module, warn = adapter.training, adapter.module, WarnOnce()
         super().__init__(adapter.device)
-        self._adapter, self._sequences = adapter, sequences
+        self._adapter, self._around = adapter, around
+        self._sequences = sequences = around.sequences
         self._order = order = order_of_calls(adapter, plan)
         self._observers = Observers()
         if training is not None:
@@ -555,8 +556,7 @@ class Engine(OtherNames, Process):
                 self._accumulation.close()
             self._checkpoints.close()
         finally:
-            if self._sequences is not None:
-                self._sequences.close()
+            self._around.close()
             self._adapter.close()
 
     def _training(self, call: str) -> Accumulation:

@@ -21,6 +21,7 @@ from unishard.contract.kit import kept_fp32, materialization
 from unishard.contract.kit.dtypes import cast_model
 from unishard.contract.plan import RunPlan
 from unishard.distributed import agreement, devices
+from unishard.engine.around_forward import AroundForward
 from unishard.engine.engine import Engine
 from unishard.engine.guards.inference_mode import as_no_grad
 from unishard.engine.inference import ReplicaAdapter
@@ -37,7 +38,6 @@ from unishard.errors import ModelError
 from unishard.failures import collective_check, lifetime, monitor_client
 from unishard.failures.endings import explain_lost_connections
 from unishard.observe.expected_memory import ExpectedMemory
-from unishard.sequence.split_sequences import SplitSequences
 
 _WRAPPERS = {"DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "_FabricModule"}
 """Of other engines, by the names of their classes."""
@@ -105,13 +105,12 @@ def prepare(
         _free_closed_engines()
         plan = resolve(model, cfg, topology, optimizer, scheduler, train=train)
         with ExitStack() as on_error:
-            sequences = SplitSequences(model, plan.sequence) if plan.sequence.on else None
-            if sequences is not None:
-                on_error.callback(sequences.close)
+            around = AroundForward(model, plan)
+            on_error.callback(around.close)
             adapter = _shard(model, plan)
             on_error.callback(adapter.close)
             _verify(adapter, plan)
-            engine = Engine(adapter, plan, sequences)
+            engine = Engine(adapter, plan, around)
             on_error.pop_all()  # from here on the engine closes them
         return engine if plan.optimizer is None else _begin(engine, plan, reseed=reseed)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from unishard.contract.kit.forwards import is_compiled
 from unishard.distributed.nested_tensors import replace_tensors, tensors_in
 from unishard.errors import ModelError
+from unishard.logits.forward import whole_logits
 from unishard.sequence.batches import length_of
 from unishard.sequence.exchange import gather_plain
 from unishard.sequence.forward import SplitForward
@@ -145,13 +146,13 @@ def _labelled(key: str, value: Any, group: SequenceGroup) -> Any:
 
 @contextmanager
 def _quiet(model: nn.Module) -> Iterator[None]:
-    """A block without a graph, dropout, changes of buffers, and compilation."""
+    """A block without a graph, dropout, changes of buffers, compilation, and losses in chunks."""
     training = [module for module in model.modules() if module.training]
     compiled = any(map(is_compiled, model.modules()))
     for module in training:
         module.training = False
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        with whole_logits(), torch.no_grad(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             yield
     finally:
         for module in training:

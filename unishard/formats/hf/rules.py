@@ -291,6 +291,14 @@ _OWN: Mapping[str, Rule] = {
     "training.gradient_clipping": exact(
         "max_grad_norm", to=lambda cfg, topology: {"max_grad_norm": cfg.training.gradient_clipping or 0.0}
     ),
+    "training.loss_chunk_tokens": exact(
+        "none: the logits of all tokens are made",
+        needs_input(
+            "set",
+            lambda cfg: cfg.training.loss_chunk_tokens is not None,
+            "the same losses; use_liger_kernel saves this memory, in chunks of its own size",
+        ),
+    ),
     "training.nonfinite": nonfinite_unchecked(
         Fit.APPROXIMATE,
         NO_KEY,

@@ -65,6 +65,12 @@ def config_for(args: Any, requested: Config | str | Path | Mapping[str, Any] | N
     else:
         config = config_of(source)
     shared = shared_samples(getattr(args, "parallelism_config", None), "TrainingArguments.parallelism_config")
+    if args.label_smoothing_factor and config.training.loss_chunk_tokens is not None:
+        raise _wrong(
+            "label_smoothing_factor",
+            f"is {args.label_smoothing_factor}, which the Trainer computes of the logits of all tokens; leave it or "
+            "training.loss_chunk_tokens out",
+        )
     _switch_off(args)
     return agreed(
         config,

@@ -168,6 +168,7 @@ class PlannedModel:
             "activations",
             *self._key,
             self.cfg.precision.compute,
+            self.cfg.training.loss_chunk_tokens,
             recomputation,
             micro_batch_size,
             seq_len,

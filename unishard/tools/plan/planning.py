@@ -193,15 +193,15 @@ def make_plan(
 def _answers(plan: Plan, model: Model, recomputation: str | list[str], device: Device) -> Answers:
     cfg, configured, micro = plan.cfg, plan.own, plan.cfg.training.micro_batch_size
 
-    sharing = cfg.parallel.sequence.size
+    sharing, chunk = cfg.parallel.sequence.size, cfg.training.loss_chunk_tokens or 1
 
     def trace(micro_batch_size: int, part: int) -> Activations:
         return model.activations(micro_batch_size, part, recomputation)
 
     activations = next(iter(plan.activations.values()))
     return Answers(
-        questions.largest_micro_batch(configured, plan.shape, device.memory, trace, -(-plan.seq_len // sharing)),
-        sharing * questions.largest_seq_len(configured, plan.shape, device.memory, trace, micro),
+        questions.largest_micro_batch(configured, plan.shape, device.memory, trace, -(-plan.seq_len // sharing), chunk),
+        sharing * questions.largest_seq_len(configured, plan.shape, device.memory, trace, micro, chunk),
         questions.gpus_needed(
             cfg,
             plan.shape,

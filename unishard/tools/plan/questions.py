@@ -63,7 +63,9 @@ def _at(candidate: Candidate, shape: ModelShape, activations: Activations, memor
     return peak.nbytes * candidate.footprint.reserved[0] <= memory
 
 
-def largest_micro_batch(candidate: Candidate, shape: ModelShape, memory: int, trace: Trace, seq_len: int) -> int:
+def largest_micro_batch(
+    candidate: Candidate, shape: ModelShape, memory: int, trace: Trace, seq_len: int, chunk_tokens: int = 1
+) -> int:
     """The largest micro-batch that fits; activations grow with it linearly.
 
     Args:
@@ -72,22 +74,34 @@ def largest_micro_batch(candidate: Candidate, shape: ModelShape, memory: int, tr
         memory: Bytes of the device.
         trace: Returns activations.
         seq_len: Tokens of a sample.
+        chunk_tokens: As of `by_micro_batch`.
     """
-    scaled = by_micro_batch(trace, seq_len)
+    scaled = by_micro_batch(trace, seq_len, chunk_tokens)
     return largest(lambda count: _at(candidate, shape, scaled(count), memory), _MOST_SAMPLES)
 
 
-def by_micro_batch(trace: Trace, seq_len: int) -> Callable[[int], Activations]:
-    """The activations of any micro-batch size, from two traces: they grow with it linearly."""
-    one, two = trace(1, seq_len), trace(2, seq_len)
+def by_micro_batch(trace: Trace, seq_len: int, chunk_tokens: int = 1) -> Callable[[int], Activations]:
+    """The activations of any micro-batch size, from two traces: they grow with it linearly.
+
+    Args:
+        trace: Returns activations.
+        seq_len: Tokens of a sample.
+        chunk_tokens: `training.loss_chunk_tokens`: from so many tokens on the loss takes no more.
+    """
+    few = -(-chunk_tokens // seq_len)
+    one, two = trace(few, seq_len), trace(2 * few, seq_len)
 
     def scaled(count: int) -> Activations:
-        return one.map(lambda sizes: sizes[0] + (sizes[1] - sizes[0]) * (count - 1), two, micro_batch_size=count)
+        return one.map(
+            lambda sizes: sizes[0] + (sizes[1] - sizes[0]) * (count - few) // few, two, micro_batch_size=count
+        )
 
     return scaled
 
 
-def largest_seq_len(candidate: Candidate, shape: ModelShape, memory: int, trace: Trace, micro_batch_size: int) -> int:
+def largest_seq_len(
+    candidate: Candidate, shape: ModelShape, memory: int, trace: Trace, micro_batch_size: int, chunk_tokens: int = 1
+) -> int:
     """The longest sequence that fits, a multiple of 128; activations grow as a polynomial of degree 2 (1 with fused
     attention).
 
@@ -97,11 +111,13 @@ def largest_seq_len(candidate: Candidate, shape: ModelShape, memory: int, trace:
         memory: Bytes of the device.
         trace: Returns activations.
         micro_batch_size: Samples.
+        chunk_tokens: As of `by_micro_batch`.
     """
-    first, second, third = (trace(micro_batch_size, _TOKENS * times) for times in (2, 4, 6))
+    few = max(2, -(-chunk_tokens // (_TOKENS * micro_batch_size)))
+    first, second, third = (trace(micro_batch_size, _TOKENS * few * times) for times in (1, 2, 3))
 
     def scaled(times: int) -> Activations:
-        x = (times - 2) / 2  # 0, 1 and 2 at the three lengths
+        x = (times - few) / few  # 0, 1 and 2 at the three lengths
 
         def at(sizes: Sequence[int]) -> int:
             a, b, c = sizes

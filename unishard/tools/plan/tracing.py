@@ -17,6 +17,7 @@ from unishard.contract.kit.dtypes import cast_to_compute
 from unishard.contract.kit.input_casts import cast_inputs
 from unishard.engine.model import activation_checkpointing
 from unishard.engine.model.shape import shape_of
+from unishard.logits.forward import ChunkedForward
 from unishard.tools.plan.activations import Activations, Segment
 
 Place = tuple[str, str, int]
@@ -50,7 +51,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 2.13
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self._see(tensor)
         return out
 
@@ -114,12 +115,14 @@ def trace(
         fake: The `FakeTensorMode`.
 
     Raises:
-        ModelError: As `prepare` does for `activation_checkpointing`.
+        ModelError: As `prepare` does for `activation_checkpointing` and `training.loss_chunk_tokens`.
     """
     shape = shape_of(model, cfg.sharding)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     recomputed = activation_checkpointing.find(model, cfg.activation_checkpointing, cfg.sharding)
     activation_checkpointing.apply(recomputed, selective=cfg.activation_checkpointing == "selective")
+    if cfg.training.loss_chunk_tokens is not None:
+        ChunkedForward(model, cfg.training.loss_chunk_tokens)
     kept_fp32.mark_kept(model, kept_fp32.find_kept(model, cfg.precision, train=False).names)
     with fake:
         cast_to_compute(model.parameters(), cfg.precision)
