@@ -25,8 +25,9 @@ SIZES = {
     "medium": Size(1024, 2816, 12, 16, 8, 32_000, False, 4, 1024),
     "1b": Size(2048, 8192, 16, 32, 8, 128_256, True, 2, 4096),
     "3b": Size(3072, 8192, 28, 24, 8, 128_256, True, 1, 4096),
+    "8b": Size(4096, 14_336, 32, 32, 8, 128_256, False, 1, 4096),
 }
-"""`1b` and `3b` have the shapes of Llama 3.2."""
+"""`1b` and `3b` have the shapes of Llama 3.2, `8b` that of Llama 3."""
 
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 """Dense bf16 FLOP/s of the SXM parts by a word in the card's name, from the vendor's data sheets. Cards with another

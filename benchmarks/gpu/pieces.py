@@ -37,6 +37,7 @@ PIECES = (
     Piece("offload", "offload", "pinned offload, 50 times the same bits", 540),
     Piece("async_save", "async_save", "a checkpoint written while training continues", 240),
     Piece("memory", "memory", "the peak that `unishard plan` says, out-of-memory errors, and snapshots", 400),
+    Piece("sequence", "sequence", "the longest sequence of layers of an 8B Llama on one card", 580, alone=True),
     Piece("models", "models", "every model of docs/models-tested.md beside plain torch", 500),
     Piece("compile", "compiled", "one graph for all blocks of a default Llama", 300),
     Piece("syncs", "syncs", "host-device synchronizations of an optimizer step", 240, alone=True),

@@ -27,9 +27,12 @@ CANDIDATES = (*(Candidate(method, sections=sections) for method, sections in SPL
 ACCELERATE = {"deepspeed": (Candidate("Accelerate"),)}
 """Its `cp_size` on FSDP2 does not run on CPU: torch 2.13 has no sharding strategy for
 `aten._scaled_dot_product_flash_attention_for_cpu`."""
+CHUNKED = {"training": {"loss_chunk_tokens": 256}}
 WITHIN = (
     Candidate("one rank a sequence", sections={}),
     Candidate("a group of 2", sections=SPLIT["ulysses"]),
+    Candidate("a group of 2, the loss in chunks", sections=SPLIT["ulysses"] | CHUNKED),
+    Candidate("and recomputation", sections=SPLIT["ulysses"] | CHUNKED | {"activation_checkpointing": "full"}),
 )
 """Whose longest sequence is looked for."""
 

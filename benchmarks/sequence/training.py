@@ -60,13 +60,15 @@ def samples(length: int) -> list[dict[str, Tensor]]:
 
 def through_unishard(engine_name: str, candidate: Candidate) -> Iterator[float]:
     """The loop of the README, and the loss of each update."""
+    sections = candidate.sections or {}
+    training = {"micro_batch_size": 1, "gradient_clipping": CLIP} | sections.get("training", {})
     cfg = unishard.Config.model_validate(
         {
             "backend": engine_name,
             "sharding": "full_shard",
-            "training": {"micro_batch_size": 1, "gradient_clipping": CLIP},
             "optimizer": {"name": "adamw", "lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY},
-            **(candidate.sections or {}),
+            **sections,
+            "training": training,
         }
     )
     engine = unishard.prepare(build(candidate.length), cfg)
