@@ -349,11 +349,11 @@ def test_dpo_of_trl_is_that_of_its_own_run(backend):
     for cfg, rows in ((None, 1), (configured(backend), 2)):
         made = of_trl("DPO", cfg, shared_folder(), PAIRS, per_device_train_batch_size=rows)
         made.train()
-        names = ("loss", "grad_norm", "rewards/margins", "logps/chosen")
+        names = ("loss", "grad_norm", "rewards/margins", "logps/chosen", "entropy", "mean_token_accuracy")
         found.append([float(entry[name]) for entry in made.state.log_history for name in names if name in entry])
         if cfg is not None:
             made.accelerator.close()
-    assert len(found[0]) == 4 * UPDATES
+    assert len(found[0]) == 6 * UPDATES
     torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-5, atol=1e-6)
 
 
