@@ -1,5 +1,5 @@
-"""The longest sequence that one card trains on: layers of Llama 3 8B, with recomputation alone, with the loss in chunks,
-and with activations in host memory.
+"""The longest sequence that one card trains on: layers of Llama 3 8B, with recomputation alone, the loss in chunks, and
+activations in host memory.
 
 Parameters and optimizer state are in host memory, which holds fewer layers than the card could use; how many there are
 changes little on the device. The CPU form trains on two short sequences.
