@@ -121,19 +121,39 @@ def test_a_loss_of_the_scripts_own_gets_whole_logits(backend):
     equal(found, {"losses": losses, "norms": norms}, weights, state)
 
 
-@in_ranks(world=4, cells=tuple((backend,) for backend in BACKENDS))
-def test_the_trainer_evaluates_and_predicts_whole_samples_once(backend):
-    *_, made = plain(2)
+def evaluated(made, data):
+    """The loss that the Trainer shows, and the logits of each sample, of plain torch."""
     made.eval()
-    data, losses, logits = samples(7), [], []
+    losses, logits = [], []
     with torch.no_grad():
-        for first in range(0, 7, ROWS):
+        for first in range(0, len(data), ROWS):
             rows = data[first : first + ROWS]
-            batch = collate(rows)
-            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            inputs = {name: value for name, value in collate(rows).items() if name != "labels"}
             logits += made(**inputs).logits
             loss, items = summed(made, collate((rows + data)[:ROWS]))  # the last batch is filled up
             losses += [loss / items] * len(rows)
+    return torch.stack(losses).mean().item(), logits
+
+
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+def test_what_saves_memory_changes_nothing_in_the_trainer(backend):
+    losses, norms, weights, made = plain(1)
+    saving = {"training": {"loss_chunk_tokens": 3}, "offload": {"activations": "cpu"}}
+    ours = trainer(configured(backend, **saving), shared_folder(), prediction_loss_only=True)
+    ours.train()
+    curve, state = history(ours), ours.accelerator.engine.weights.state_dict()
+    ours.args.average_tokens_across_devices = False
+    loss = ours.evaluate(samples(3 * ROWS))["eval_loss"]
+    ours.accelerator.close()
+    equal(curve, {"losses": losses, "norms": norms}, weights, state)
+    assert loss == pytest.approx(evaluated(made, samples(3 * ROWS))[0], rel=1e-6)
+
+
+@in_ranks(world=4, cells=tuple((backend,) for backend in BACKENDS))
+def test_the_trainer_evaluates_and_predicts_whole_samples_once(backend):
+    *_, made = plain(2)
+    data = samples(7)
+    loss, logits = evaluated(made, data)
     ours = trainer(configured(backend), shared_folder(), average_tokens_across_devices=False)
     before = ours.evaluate()["eval_loss"]
     ours = trainer(configured(backend), shared_folder())
@@ -143,7 +163,7 @@ def test_the_trainer_evaluates_and_predicts_whole_samples_once(backend):
     predicted = ours.predict(samples(7))
     ours.accelerator.close()
     assert before != pytest.approx(after, rel=1e-3)
-    assert after == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
+    assert after == pytest.approx(loss, rel=1e-6)
     assert predicted.predictions.shape == (7, collate(data)["labels"].shape[1], 48)
     kept = collate(data)["attention_mask"].bool()
     torch.testing.assert_close(torch.tensor(predicted.predictions)[kept], torch.stack(logits)[kept], rtol=0, atol=1e-5)

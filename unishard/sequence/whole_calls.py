@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unishard.distributed.nested_tensors import replace_tensors
 from unishard.errors import ContractError
+from unishard.logits.deferred_logits import DeferredLogits
 from unishard.sequence.split_sequences import SplitSequences
 
 _ITEMS = "num_items_in_batch"
@@ -61,6 +62,8 @@ class WholeCalls:
         return replace_tensors(output, lambda tensor: self._whole(tensor, split_logits=split_logits, shifted=shifted))
 
     def _whole(self, tensor: Tensor, *, split_logits: bool, shifted: bool) -> Any:
+        if isinstance(tensor, DeferredLogits):  # refuses use itself
+            return tensor
         if self._sequences.is_flattened_part(tensor):
             return _Part()
         if not self._sequences.is_part_of_output(tensor):
