@@ -46,11 +46,11 @@ def get(name: str) -> Format:
         ConfigError: There is no such format.
     """
     if name in _REMOVED and name not in NAMES:
-        what = (
+        message = (
             f"configs of {_REMOVED[name]} are not translated any more; for what still is of one, leave --from out; "
             "for TrainingArguments, write --to hf"
         )
-        raise ConfigError([Problem("", what)])
+        raise ConfigError([Problem("", message)])
     try:
         return cast(Format, registry.load(registry.FORMATS, name))
     except BackendError as error:
@@ -70,11 +70,11 @@ def target(name: str) -> Format:
     """
     format_ = get(name)
     if getattr(format_, "read_only", False):
-        what = (
+        message = (
             f"configs of {format_.tool} are read and never written; {format_.instead}, or write --to "
             f"{', '.join(written())}"
         )
-        raise ConfigError([Problem(f"--to {name}", what)])
+        raise ConfigError([Problem(f"--to {name}", message)])
     return format_
 
 
@@ -93,10 +93,10 @@ def chosen(source: Source, from_: str | None) -> tuple[Format, Source]:
 
 def _as_asked(source: Source) -> Source:
     """A document that is read as a format that was named, with a warning where its keys name another tool."""
-    found = named(source.data)
-    if found is None:
+    other_tool = named(source.data)
+    if other_tool is None:
         return source
-    tool, keys = found
+    tool, keys = other_tool
     doubt = f"has keys of {tool.name} ({', '.join(keys)}), which may assume other values where the file is silent"
     return source._replace(warnings=(*source.warnings, doubt))
 
@@ -117,12 +117,12 @@ def block(source: Source) -> InnerConfig | None:
     signs = get(BLOCKS).signs
     if signs.weight(source.data) and not named(source.data):
         return None
-    found = [
+    candidates = [
         InnerConfig(*one) for one in _blocks(source, (), source.data) if signs.weight(one[1].data) >= _ENOUGH_INSIDE
     ]
-    if not found:
+    if not candidates:
         return None
-    first, *others = found
+    first, *others = candidates
     differ = [one.key for one in others if one.source.data != first.source.data]
     only = f"only {first.key} is read; what the other keys say is not translated"
     also = [
@@ -159,8 +159,8 @@ def recognise(source: Source) -> Format:
     Raises:
         ConfigError: It is in none of them, or as likely in one as in another.
     """
-    if what := _foreign(source):
-        raise ConfigError([Problem("", what, source.name)])
+    if message := _foreign(source):
+        raise ConfigError([Problem("", message, source.name)])
     weights = _weights(source.data)
     likely = sorted((name for name in NAMES if weights[name] >= _ENOUGH), key=lambda name: -weights[name])
     explained = {name: _explained(name, source) for name in likely}
@@ -173,27 +173,27 @@ def recognise(source: Source) -> Format:
         return get(rivals[0])
     keys = ", ".join(list(source.data)[:5]) or "none"
     if rivals:
-        what = (
+        message = (
             f"matches several formats: {', '.join(rivals)} (its keys: {keys}); name one with `unishard translate "
             "--from`"
         )
     elif likely:
         unknown = explained[likely[0]].unknown
-        what = (
+        message = (
             f"resembles a config of {get(likely[0]).tool}, which does not know most of its keys "
             f"({', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}); if it is one: `unishard translate "
             f"--from {likely[0]}`"
         )
     else:
         hint = _or_as(source) or f"; name one with `unishard translate --from`: {', '.join(NAMES)}"
-        what = f"matches no known format (its keys: {keys}){hint}"
-    raise ConfigError([Problem("", what, source.name)])
+        message = f"matches no known format (its keys: {keys}){hint}"
+    raise ConfigError([Problem("", message, source.name)])
 
 
 def _foreign(source: Source) -> str:
     """Why a document is none that unishard reads, if its keys name another tool; empty otherwise."""
-    if found := named(source.data):
-        tool, keys = found
+    if other_tool := named(source.data):
+        tool, keys = other_tool
         return (
             f"is a config of {tool.name} ({', '.join(keys)}), which unishard does not read; {instead(tool, source)}; "
             "if it is not one, name its format with `unishard translate --from`"

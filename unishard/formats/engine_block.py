@@ -68,7 +68,7 @@ class EngineBlock:
 
     def placed(self, entries: Iterable[Entry]) -> list[Entry]:
         """The engine's entries at the places of the document."""
-        found: dict[Path, list[KeyEffect]] = {}
+        effects: dict[Path, list[KeyEffect]] = {}
         spots: dict[Path, Spot] = {}
         for entry in entries:
             places = self._spots(entry)
@@ -79,14 +79,14 @@ class EngineBlock:
                 places = (Spot((*self.base, *self.names.get(entry.key, entry.path)), entry.value, entry.assumed),)
             for spot in places:
                 spots.setdefault(spot.path, spot)
-                found.setdefault(spot.path, []).append(effect)
-        return [combined(spots[path], meanings, repeats=self.repeats) for path, meanings in found.items()]
+                effects.setdefault(spot.path, []).append(effect)
+        return [combined(spots[path], meanings, repeats=self.repeats) for path, meanings in effects.items()]
 
     def _spots(self, entry: Entry) -> tuple[Spot, ...] | None:
         above = (".".join(entry.path[:length]) for length in range(len(entry.path), 0, -1))
-        found = next((self.spots[key] for key in above if key in self.spots), None)
-        if found is not None:
-            return found
+        own = next((self.spots[key] for key in above if key in self.spots), None)
+        if own is not None:
+            return own
         # The engine has one row for a whole block, such as `activation_checkpointing`.
         below = (spots for key, spots in self.spots.items() if key.startswith(f"{entry.key}."))
         return tuple(spot for spots in below for spot in spots) or None
@@ -101,24 +101,24 @@ def combined(spot: Spot, meanings: Iterable[KeyEffect], *, repeats: bool = False
             something.
         repeats: Whether the key is repeated if it says nothing, whatever the engine's table says.
     """
-    found = list(meanings)
-    telling = [one for one in found if one.fields or one.native or one.fit is not Fit.IGNORED] or found
-    said = [*telling, KeyEffect(spot.fit, spot.note, spot.fields)]
-    fit = worst(*(one.fit for one in said))
-    notes = dict.fromkeys(one.note for one in said if one.note and one.fit is fit)
-    fields = {name: value for one in said for name, value in one.fields.items()}
-    native = {name: value for one in said for name, value in one.native.items()}
+    effects = list(meanings)
+    telling = [one for one in effects if one.fields or one.native or one.fit is not Fit.IGNORED] or effects
+    all_effects = [*telling, KeyEffect(spot.fit, spot.note, spot.fields)]
+    fit = worst(*(one.fit for one in all_effects))
+    notes = dict.fromkeys(one.note for one in all_effects if one.note and one.fit is fit)
+    fields = {name: value for one in all_effects for name, value in one.fields.items()}
+    native = {name: value for one in all_effects for name, value in one.native.items()}
     silent = fit is Fit.IGNORED and not fields and not native
-    kept = (repeats and silent) or (bool(found) and all(one.copy_verbatim for one in found))
+    kept = (repeats and silent) or (bool(effects) and all(one.copy_verbatim for one in effects))
     unknown, notable = (
-        bool(found) and all(one.unknown for one in found),
-        spot.notable or any(one.notable for one in found),
+        bool(effects) and all(one.unknown for one in effects),
+        spot.notable or any(one.notable for one in effects),
     )
-    elsewhere = {name: value for one in said for name, value in one.if_other_engine.items()}
+    elsewhere = {name: value for one in all_effects for name, value in one.if_other_engine.items()}
     decides: tuple[str, ...] = ()
     if fit is Fit.UNSUPPORTED:
-        decides = tuple(dict.fromkeys(name for one in said for name in (*one.decides, *one.fields)))
+        decides = tuple(dict.fromkeys(name for one in all_effects for name in (*one.decides, *one.fields)))
         fields, native, elsewhere = {}, {}, {}
-    stale = any(one.rejected_upstream for one in found)
+    stale = any(one.rejected_upstream for one in effects)
     effect = KeyEffect(fit, "; ".join(notes), fields, native, kept, elsewhere, unknown, notable, decides, stale)
     return Entry(spot.path, spot.value, effect, spot.assumed)

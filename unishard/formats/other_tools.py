@@ -29,9 +29,9 @@ class OtherTool(NamedTuple):
 
     def instead(self, data: Mapping[str, Any]) -> str:
         """What to do with a document."""
-        for key, what in self.points_to.items():
+        for key, advice in self.points_to.items():
             if value := data.get(key):
-                return what.replace("{}", value if isinstance(value, str) else key)
+                return advice.replace("{}", value if isinstance(value, str) else key)
         return self.otherwise
 
 

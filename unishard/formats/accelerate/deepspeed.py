@@ -188,8 +188,8 @@ def no_file(path: Path, name: Any) -> Entry:
         f"{name} was not found: its stage, precision, clipping, optimizer and schedule are unknown, and {TOOL} "
         "fails as well; add the file"
     )
-    said = Undecided(f"{name}, which was not found", required=True)
-    return Entry(path, name, KeyEffect(Fit.NEEDS_INPUT, note, dict.fromkeys(OF_THE_FILE, said)))
+    undecided = Undecided(f"{name}, which was not found", required=True)
+    return Entry(path, name, KeyEffect(Fit.NEEDS_INPUT, note, dict.fromkeys(OF_THE_FILE, undecided)))
 
 
 FILE: Path = ("deepspeed_config", "deepspeed_config_file")
@@ -272,19 +272,19 @@ def opened(name: Any, folder: FilePath | None) -> Mapping[str, Any] | None:
     """
     if isinstance(name, Mapping):
         return name
-    found = open_named(str(name), folder)
-    return found.data if found else _inside(str(name))
+    source = open_named(str(name), folder)
+    return source.data if source else _inside(str(name))
 
 
 def _inside(text: str) -> Mapping[str, Any] | None:
     """JSON, or JSON in base64, which Accelerate takes as well (utils/deepspeed.py)."""
     for content in (text, _decoded(text)):
         try:
-            found = json.loads(content)
+            parsed = json.loads(content)
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, dict):
-            return found
+        if isinstance(parsed, dict):
+            return parsed
     return None
 
 
@@ -298,9 +298,9 @@ def _decoded(text: str) -> str:
 def _beside_file(document: Mapping[str, Any], around: Mapping[str, Any], topology: Topology | None) -> list[Entry]:
     """What DeepSpeed makes of the file after Accelerate has filled in what it can."""
     block = EngineBlock("deepspeed", FILE, native=dict(document))
-    said = dict(flat(document))
+    values = dict(flat(document))
     for key, value in _FILLED.items():
-        if said.get(key) == AUTO:
+        if values.get(key) == AUTO:
             block.add(key, value, Spot((*FILE, *key.split(".")), AUTO))
     _share(block, around)
     return block.entries(topology=topology)

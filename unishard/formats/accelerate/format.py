@@ -64,8 +64,8 @@ def entries_of(source: Source, topology: Topology | None) -> list[Entry]:
     refused_already = {entry.path for entry in own}
     engine = [entry for entry in _engine(source, topology) if entry.path not in refused_already]
     entries = [*own, *engine, *_unused(document)]
-    said = {entry.path for entry in entries if not entry.assumed}
-    entries = [_quoted(entry) for entry in entries if not (entry.assumed and entry.path in said)]
+    paths = {entry.path for entry in entries if not entry.assumed}
+    entries = [_quoted(entry) for entry in entries if not (entry.assumed and entry.path in paths)]
     entries = [entry.at(_BLOCK, *entry.path) if entry.path[0] in inner else entry for entry in entries]
     entries += [dropped((name,), written[name], f"{_BLOCK}.{name} counts instead") for name in inner if name in written]
     order = {str(name): place for place, name in enumerate(document)}
@@ -165,9 +165,9 @@ def _first(value: Any) -> tuple[str, ...]:
 def _engine(source: Source, topology: Topology | None) -> list[Entry]:
     """What the engine's arguments say, with the format that it computes in."""
     kind, precision, spot = kind_of(source.data), precision_of(source.data), _precision_spot(source.data)
-    said = _ENGINES[kind.engine](source, precision, spot, topology)
-    unsaid = all(entry.path != spot.path for entry in said)
-    return [*said, *_precision_entries(spot, precision, kind.engine)] if unsaid else said
+    engine_entries = _ENGINES[kind.engine](source, precision, spot, topology)
+    unsaid = all(entry.path != spot.path for entry in engine_entries)
+    return [*engine_entries, *_precision_entries(spot, precision, kind.engine)] if unsaid else engine_entries
 
 
 def _precision_spot(document: Mapping[str, Any]) -> Spot:
@@ -299,12 +299,12 @@ _NO_RANKS = (
 )
 
 
-def _with_absent_file(said: WrittenDocument, reading: ReadDocument) -> WrittenDocument:
+def _with_absent_file(rendered: WrittenDocument, reading: ReadDocument) -> WrittenDocument:
     """The document, pointing to DeepSpeed's file as before if that is not there and its values are undecided."""
     open_ = [field for field in OF_THE_FILE if field in reading.undecided and reading.undecided[field].required]
     if reading.format != FORMAT.name or len(open_) < len(OF_THE_FILE):
-        return said
-    beside = {key: value for key, value in said.document.items() if key not in (_BLOCK, "mixed_precision")}
+        return rendered
+    beside = {key: value for key, value in rendered.document.items() if key not in (_BLOCK, "mixed_precision")}
     name = block_of(reading.source.data, _BLOCK)[_FILE]
     words = dict.fromkeys(open_, FieldResult(Fit.EXACT, f"{_BLOCK}.{_FILE}", ""))
-    return WrittenDocument({**beside, _BLOCK: {_FILE: name}}, {**said.fields, **words})
+    return WrittenDocument({**beside, _BLOCK: {_FILE: name}}, {**rendered.fields, **words})

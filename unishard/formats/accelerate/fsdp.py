@@ -128,11 +128,11 @@ def _word(words: tuple[str, ...]) -> Callable[[Any], str]:
     """Reads one of an enumeration's words, in any case, or its number."""
 
     def read(value: Any) -> str:
-        word = str(value).upper()
-        if word.isdecimal() and 1 <= int(word) <= len(words):
-            return words[int(word) - 1]
-        if word in words:
-            return word
+        choice = str(value).upper()
+        if choice.isdecimal() and 1 <= int(choice) <= len(words):
+            return words[int(choice) - 1]
+        if choice in words:
+            return choice
         raise Unreadable(f"must be one of {', '.join(words)}, got {shown(value)}; write one of them")
 
     return read
@@ -182,15 +182,15 @@ def _groups(
             sizes[axis] = integer(1)(block.get(name, 1))
         except Unreadable as error:
             yield refused(("parallelism_config", name), block[name], str(error))
-    given = {axis: ("parallelism_config", name) for axis, name in _AXES.items() if name in block and axis in sizes}
+    paths = {axis: ("parallelism_config", name) for axis, name in _AXES.items() if name in block and axis in sizes}
     within = math.prod(size_of(block.get(name_of(axis), 1)) for axis in ("tp", "cp", "sp"))
-    fault = _fault(sizes, version, topology, within) if len(sizes) == len(_AXES) and given else ""
-    if not fault and len(sizes) == len(given) == len(_AXES) and min(sizes.values()) > 1:
+    fault = _fault(sizes, version, topology, within) if len(sizes) == len(_AXES) and paths else ""
+    if not fault and len(sizes) == len(paths) == len(_AXES) and min(sizes.values()) > 1:
         # FSDP shards over the ranks that share a sample as well.
         mesh = sizes | {"shard": sizes["shard"] * size_of(block.get(name_of("cp"), 1))}
-        arguments.add("mesh", mesh, *(Spot(path, block[path[1]]) for path in given.values()))
+        arguments.add("mesh", mesh, *(Spot(path, block[path[1]]) for path in paths.values()))
         return
-    for path in given.values():
+    for path in paths.values():
         value = block[path[1]]
         yield (
             refused(path, value, fault)

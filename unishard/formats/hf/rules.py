@@ -141,8 +141,8 @@ _ALWAYS = ("backend", _STRATEGY, "sharding.units", "native")
 def _decided_of(rows: Mapping[str, Rule], reading: ReadDocument) -> Mapping[str, Rule]:
     """The rows of what the source decides: what it leaves to its training script stays with that."""
     always = _ALWAYS[1:] if _STRATEGY in reading.undecided else _ALWAYS
-    said = {*always, *reading.decided.difference(_ALWAYS)}
-    return {path: row for path, row in rows.items() if path in said}
+    paths = {*always, *reading.decided.difference(_ALWAYS)}
+    return {path: row for path, row in rows.items() if path in paths}
 
 
 def _engine_of(reading: ReadDocument, topology: Topology) -> WrittenDocument:
@@ -153,8 +153,8 @@ def _engine_of(reading: ReadDocument, topology: Topology) -> WrittenDocument:
     """
     name = reading.config.backend
     if name not in _ENGINES:
-        what = f"transformers runs {' and '.join(_ENGINES)}, not {name}; add --set backend=fsdp"
-        raise ConfigError([Problem("backend", what, "")])
+        message = f"transformers runs {' and '.join(_ENGINES)}, not {name}; add --set backend=fsdp"
+        raise ConfigError([Problem("backend", message, "")])
     rows = _decided_of(registry.arguments(name).rules, reading)
     return _ENGINES[name](reading, render(rows, reading.config, topology, reading.undecided))
 
@@ -162,12 +162,12 @@ def _engine_of(reading: ReadDocument, topology: Topology) -> WrittenDocument:
 _RESHARD = "reshard_after_forward"
 
 
-def _fsdp(reading: ReadDocument, said: WrittenDocument) -> WrittenDocument:
+def _fsdp(reading: ReadDocument, rendered: WrittenDocument) -> WrittenDocument:
     cfg = reading.config
     on = sharded(cfg) and _STRATEGY not in reading.undecided
-    taken = {key: value for key, value in said.document.items() if key in BOTH and on}
+    taken = {key: value for key, value in rendered.document.items() if key in BOTH and on}
     words = {
-        name: word._replace(key=f"fsdp_config.{word.key}") for name, word in said.fields.items() if name in ENGINES
+        name: word._replace(key=f"fsdp_config.{word.key}") for name, word in rendered.fields.items() if name in ENGINES
     }
     if _RESHARD in taken and cfg.sharding.reshard_group is not None:  # Accelerate takes only true or false
         taken[_RESHARD] = True
@@ -182,8 +182,8 @@ def _fsdp(reading: ReadDocument, said: WrittenDocument) -> WrittenDocument:
     return WrittenDocument(document, words)
 
 
-def _deepspeed(reading: ReadDocument, said: WrittenDocument) -> WrittenDocument:
-    own = without_unishards(said.document, reading)
+def _deepspeed(reading: ReadDocument, rendered: WrittenDocument) -> WrittenDocument:
+    own = without_unishards(rendered.document, reading)
     config = {key: value for key, value in own.items() if key not in _NOT_IN_CONFIG}
     # transformers fills these in from the arguments, and refuses two places that disagree.
     config = merge(config, dict.fromkeys(_FILLED, AUTO))
@@ -191,7 +191,7 @@ def _deepspeed(reading: ReadDocument, said: WrittenDocument) -> WrittenDocument:
         if block in config:
             config[block] = {**config[block], "enabled": AUTO}
     of_zero = {
-        name: word for name, word in said.fields.items() if name.startswith(_ZERO_WORDS) and name not in _NOT_ZERO
+        name: word for name, word in rendered.fields.items() if name.startswith(_ZERO_WORDS) and name not in _NOT_ZERO
     }
     words: dict[str, FieldResult] = {name: word._replace(key=f"deepspeed.{word.key}") for name, word in of_zero.items()}
     words["backend"] = FieldResult(Fit.EXACT, "deepspeed", "")

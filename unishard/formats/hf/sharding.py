@@ -107,15 +107,15 @@ def _opened(config: Any, source: Source, where: tuple[str, ...]) -> tuple[Mappin
                 KeyEffect(Fit.IGNORED, "is empty", copy_verbatim=not config, rejected_upstream=bool(config)),
             )
         ] if present else []
-    found = config
+    contents = config
     if isinstance(config, str):
-        found = opened(config, source)
-    if isinstance(found, Mapping):
-        return found, [Entry(where, config, KeyEffect(fields={"backend": "fsdp"}))]
+        contents = opened(config, source)
+    if isinstance(contents, Mapping):
+        return contents, [Entry(where, config, KeyEffect(fields={"backend": "fsdp"}))]
     if isinstance(config, str):
-        return {}, [Entry(where, config, KeyEffect(Fit.NEEDS_INPUT, str(found)))]
-    what = f"must be a mapping or a path, got {shown(config)}; write a mapping"
-    return {}, [Entry(where, config, KeyEffect(Fit.UNSUPPORTED, what))]
+        return {}, [Entry(where, config, KeyEffect(Fit.NEEDS_INPUT, str(contents)))]
+    message = f"must be a mapping or a path, got {shown(config)}; write a mapping"
+    return {}, [Entry(where, config, KeyEffect(Fit.UNSUPPORTED, message))]
 
 
 def _ignored(where: tuple[str, ...], keys: Mapping[str, Any]) -> list[Entry]:
@@ -171,18 +171,18 @@ def _asked(words: Sequence[str], second: bool, taken: Mapping[str, Any]) -> tupl
     """What the words say in FSDP's own, and what is wrong with them."""
     native: dict[str, Any] = {}
     wrong = []
-    for word in (word.lower() for word in words):
-        if word == "offload":
+    for option in (word.lower() for word in words):
+        if option == "offload":
             native.setdefault("cpu_offload", True)
-        elif word in _STRATEGIES and not second:
+        elif option in _STRATEGIES and not second:
             # Accelerate gets it under this name with version 1 as well.
-            native.setdefault("reshard_after_forward", word)
-        elif word in _STRATEGIES[:2]:
-            native.setdefault("reshard_after_forward", word == "full_shard")
-        elif word in _STRATEGIES:
-            wrong.append(f"{word} needs fsdp_config.version: 1 in transformers 5.23; write that, or full_shard")
-        elif word != "auto_wrap":
-            wrong.append(f"knows no word {word!r}; write {', '.join((*_STRATEGIES, 'offload', 'auto_wrap'))}")
+            native.setdefault("reshard_after_forward", option)
+        elif option in _STRATEGIES[:2]:
+            native.setdefault("reshard_after_forward", option == "full_shard")
+        elif option in _STRATEGIES:
+            wrong.append(f"{option} needs fsdp_config.version: 1 in transformers 5.23; write that, or full_shard")
+        elif option != "auto_wrap":
+            wrong.append(f"knows no word {option!r}; write {', '.join((*_STRATEGIES, 'offload', 'auto_wrap'))}")
     return {key: item for key, item in native.items() if key not in taken}, "; ".join(wrong)
 
 

@@ -44,13 +44,13 @@ class TrlFormat(ScriptFormat):
 
     def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
         """The arguments that train, with TRL's own switch for activations in host memory."""
-        said = super().write(reading, topology)
-        if _OFFLOADED not in said.fields or reading.config.offload.activations == "none":
-            return said
-        document = {**said.document, _SWITCH: True}
+        rendered = super().write(reading, topology)
+        if _OFFLOADED not in rendered.fields or reading.config.offload.activations == "none":
+            return rendered
+        document = {**rendered.document, _SWITCH: True}
         if _ARGUMENTS in document:  # transformers would offload them once more
             document[_ARGUMENTS] = {name: it for name, it in document[_ARGUMENTS].items() if name != "offload"}
-        return WrittenDocument(document, {**said.fields, _OFFLOADED: FieldResult(Fit.EXACT, _SWITCH, "")})
+        return WrittenDocument(document, {**rendered.fields, _OFFLOADED: FieldResult(Fit.EXACT, _SWITCH, "")})
 
 
 FORMAT = TrlFormat()

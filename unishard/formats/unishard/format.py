@@ -93,10 +93,10 @@ class UnishardFormat(Format):
             fit, note = rule.outcome(path, config)
             words[path] = FieldResult(fit, path, note)
         for path, _ in leaves(Config):
-            if found := placeholders_in(str(value_at(config, path))):
+            if placeholders := placeholders_in(str(value_at(config, path))):
                 note = (
-                    f"holds {' and '.join(found)}, which unishard does not fill in; write the value, or add --set "
-                    f"{path}=..."
+                    f"holds {' and '.join(placeholders)}, which unishard does not fill in; write the value, or add "
+                    f"--set {path}=..."
                 )
                 words[path] = FieldResult(Fit.NEEDS_INPUT, path, note)
         for path in reading.undecided:
@@ -120,8 +120,8 @@ def _value_in(document: Any, path: Path) -> Any:
 
 def _launched(cfg: Config) -> Topology | None:
     """The ranks that `launch` starts; None where it leaves them open."""
-    each = cfg.launch.processes_per_node
-    return None if each is None else Topology(cfg.launch.max_nodes * each, each)
+    per_node = cfg.launch.processes_per_node
+    return None if per_node is None else Topology(cfg.launch.max_nodes * per_node, per_node)
 
 
 def _placeholders(data: Mapping[str, Any]) -> Iterator[tuple[str, Undecided]]:
@@ -145,14 +145,14 @@ def _validated(
     source: Source, undecided: Collection[str], stand_ins: Mapping[str, Any]
 ) -> tuple[Config | None, list[Problem]]:
     document = without_own_sections(from_mapping(_filled(source.data, undecided, stand_ins)))
-    found = document.findings
+    findings = document.findings
     config = None
     try:
         config = Config.parse(document.data)
     except ValidationError as error:
-        found += findings_of(error, document.data)
-    return None if found else config, [
-        Problem(dotted(one.path), one.what, str(source.origins.of(one.path))) for one in found
+        findings += findings_of(error, document.data)
+    return None if findings else config, [
+        Problem(dotted(one.path), one.what, str(source.origins.of(one.path))) for one in findings
     ]
 
 
@@ -218,9 +218,9 @@ def _settings(settings: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[P
 
 
 def _defaults(config: Config, written: Iterable[Entry]) -> Iterator[Entry]:
-    said = {field for entry in written for field in entry.effect.fields} | {"native"}
+    fields = {field for entry in written for field in entry.effect.fields} | {"native"}
     for path in _LEAVES:
-        if path not in said:
+        if path not in fields:
             yield Entry(
                 tuple(path.split(".")),
                 value_at(config, path),
