@@ -28,7 +28,7 @@ _STRICT = ("zero_optimization.", "bf16.", "bfloat16.", "fp16.", "optimizer.param
 one."""
 
 
-def _block(value: Any, given: DocumentValues) -> KeyEffect:
+def _block(value: Any, document: DocumentValues) -> KeyEffect:
     if value is None or value == {}:
         return KeyEffect(Fit.IGNORED, "is empty")
     raise Unreadable(f"must be a mapping of keys, got {shown(value)}; write its keys below it")
@@ -58,9 +58,9 @@ class DeepSpeedArguments:
         """What a config says, one entry for each of its keys and one for each default of DeepSpeed that decides
         something.
         """
-        said = {key: AUTO if is_placeholder(value) else value for key, value in flat(_undotted(native))}
-        given = DocumentValues(said, defaults or {}, topology)
-        silent = {key: value for section in _ASSUMING for key, value in section.assumed(given).items()}
+        values = {key: AUTO if is_placeholder(value) else value for key, value in flat(_undotted(native))}
+        document = DocumentValues(values, defaults or {}, topology)
+        silent = {key: value for section in _ASSUMING for key, value in section.assumed(document).items()}
         entries = interpret(
             self.keys,
             native,

@@ -39,8 +39,10 @@ class FSDPArguments:
             return expressed
         # A topology of one rank means that the number of ranks is unknown, but a mesh needs it.
         note = "depends on the number of ranks; add --world-size and --gpus-per-node"
-        word = FieldResult(Fit.NEEDS_INPUT, "mesh", note)
-        return expressed._replace(fields={**expressed.fields, "sharding.strategy": word, "sharding.group_size": word})
+        result = FieldResult(Fit.NEEDS_INPUT, "mesh", note)
+        return expressed._replace(
+            fields={**expressed.fields, "sharding.strategy": result, "sharding.group_size": result}
+        )
 
 
 ARGUMENTS = FSDPArguments()
