@@ -124,14 +124,14 @@ def _unpartitioned(stored: dict[str, Any] | None, tensors: Mapping[str, Tensor],
 
 
 def _stretches(parameters: Mapping[str, partitions.Parameter]) -> dict[str, LazyShard]:
-    found: dict[str, LazyShard] = {}
+    shards_of: dict[str, LazyShard] = {}
     for name, parameter in parameters.items():
         for key, shards in parameter.shards.items():
             place = PARAMETERS + name if key == "fp32" else of_optimizer(name, key)
-            found[place] = joined(place, parameter.shape, shards)
+            shards_of[place] = joined(place, parameter.shape, shards)
         if parameter.step is not None:
-            found[of_optimizer(name, "step")] = constant(parameter.step)
-    return found
+            shards_of[of_optimizer(name, "step")] = constant(parameter.step)
+    return shards_of
 
 
 def _optimizer(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, partitions.Parameter]) -> OptimizerFacts:
