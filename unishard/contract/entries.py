@@ -135,7 +135,7 @@ class Entry(NamedTuple):
 
     @property
     def as_it_is(self) -> str:
-        """The name under which `WrittenDocument.fields` says that another document has the key as it is."""
+        """The name under which `RenderedDocument.fields` says that another document has the key as it is."""
         return f"{'beside' if self.supplied else 'key'}.{self.key}"
 
     @property

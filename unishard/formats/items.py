@@ -9,7 +9,7 @@ from unishard.config import value_at
 from unishard.config.loading.placeholders import placeholder
 from unishard.config.nested import flat
 from unishard.contract.entries import Entry, KeyEffect
-from unishard.contract.render import KEPT_AUTO, LEFT_OUT, FieldResult, WrittenDocument
+from unishard.contract.render import KEPT_AUTO, LEFT_OUT, FieldResult, RenderedDocument
 from unishard.contract.rules import NO_KEY, Fit, worst
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
@@ -63,7 +63,7 @@ class Item(NamedTuple):
         return self.entry.supplied
 
 
-def item_of(entry: Entry, reading: ReadDocument, target: Format, written: WrittenDocument) -> Item:
+def item_of(entry: Entry, reading: ReadDocument, target: Format, written: RenderedDocument) -> Item:
     """What became of a key.
 
     Args:
@@ -77,7 +77,7 @@ def item_of(entry: Entry, reading: ReadDocument, target: Format, written: Writte
     return Item(entry, result.fit, result.key, result.note, line, entry.assumed and entry.effect.notable)
 
 
-def refused_overrides(overrides: Iterable[str], reading: ReadDocument, written: WrittenDocument) -> Iterator[Item]:
+def refused_overrides(overrides: Iterable[str], reading: ReadDocument, written: RenderedDocument) -> Iterator[Item]:
     """Overrides that are not supported, of fields that no key of the document decides."""
     fields = {field for entry in reading.entries for field in entry.effect.fields}
     for text in overrides:
@@ -90,7 +90,7 @@ def refused_overrides(overrides: Iterable[str], reading: ReadDocument, written: 
 
 
 def _unless_left(
-    result: FieldResult, entry: Entry, reading: ReadDocument, target: Format, written: WrittenDocument
+    result: FieldResult, entry: Entry, reading: ReadDocument, target: Format, written: RenderedDocument
 ) -> FieldResult:
     """The result, which is exact for a default of the engine or a setting without a field where another tool drives the
     same engine.
@@ -106,7 +106,7 @@ def _unless_left(
     return FieldResult(Fit.EXACT, "" if entry.assumed else entry.key, "the same default there" if entry.assumed else "")
 
 
-def _result(entry: Entry, reading: ReadDocument, target: Format, written: WrittenDocument) -> FieldResult:
+def _result(entry: Entry, reading: ReadDocument, target: Format, written: RenderedDocument) -> FieldResult:
     effect = entry.effect
     if as_it_is := written.fields.get(entry.as_it_is):
         return as_it_is
@@ -130,7 +130,7 @@ def _result(entry: Entry, reading: ReadDocument, target: Format, written: Writte
     return FieldResult(worst(field_result.fit, own.fit), becomes, note)
 
 
-def _native_result(entry: Entry, reading: ReadDocument, written: WrittenDocument) -> FieldResult:
+def _native_result(entry: Entry, reading: ReadDocument, written: RenderedDocument) -> FieldResult:
     """What became of settings that only one engine has: exact where the document that is written holds them, or says
     that it does.
     """
@@ -144,7 +144,7 @@ def _native_result(entry: Entry, reading: ReadDocument, written: WrittenDocument
     return FieldResult(fit, "", "; ".join(dict.fromkeys(filter(None, (entry.effect.note, worst_result.note)))))
 
 
-def _native_setting(path: str, reading: ReadDocument, written: WrittenDocument) -> FieldResult:
+def _native_setting(path: str, reading: ReadDocument, written: RenderedDocument) -> FieldResult:
     engine, _, key = path.partition(".")
     if engine != reading.config.backend:
         return FieldResult(Fit.IGNORED, "", "")
@@ -157,7 +157,7 @@ def _native_setting(path: str, reading: ReadDocument, written: WrittenDocument) 
 _SAID = FieldResult(Fit.EXACT, "", "")
 
 
-def _left_to_the_tool(field: str, written: WrittenDocument) -> bool:
+def _left_to_the_tool(field: str, written: RenderedDocument) -> bool:
     """Whether a document says nothing of an undecided field: neither `auto` nor a placeholder."""
     result = written.fields.get(field, _SAID)
     return (
@@ -176,7 +176,7 @@ def _unknown(fields: list[str], reading: ReadDocument) -> FieldResult:
     return FieldResult(Fit.UNSUPPORTED, "", note)
 
 
-def _field_result(entry: Entry, reading: ReadDocument, written: WrittenDocument) -> FieldResult:
+def _field_result(entry: Entry, reading: ReadDocument, written: RenderedDocument) -> FieldResult:
     """Of what the key means and what the other format makes of it, the worse."""
     own = entry.effect
     left = [field for field in own.fields if field in reading.undecided]

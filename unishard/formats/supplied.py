@@ -200,7 +200,7 @@ def whose(values: Mapping[str, Any]) -> str:
         return ""
     if len(values.keys() & set(_ONLY_TRAINER)) < _LEAST:
         return ""
-    weights = {name: catalog.get(name).signs.weight(values) for name in RECIPES}
+    weights = {name: catalog.get(name).markers.weight(values) for name in RECIPES}
     return max(RECIPES, key=lambda name: weights[name])
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
-from unishard.contract.render import WrittenDocument
+from unishard.contract.render import RenderedDocument
 from unishard.contract.rules import Fit
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
@@ -172,7 +172,7 @@ def _read_back(
 
 
 def _described(
-    target: Format, reading: ReadDocument, written: WrittenDocument, overrides: tuple[str, ...]
+    target: Format, reading: ReadDocument, written: RenderedDocument, overrides: tuple[str, ...]
 ) -> tuple[tuple[Item, ...], Native]:
     """One item for each key, and the document."""
     carried_keys = carried(reading, target.name)
@@ -215,7 +215,7 @@ def _read_without(
     return reading, [*dropped, *further]
 
 
-def _written(target: Format, reading: ReadDocument, ranks: Topology) -> WrittenDocument:
+def _written(target: Format, reading: ReadDocument, ranks: Topology) -> RenderedDocument:
     own = reading.format == target.name and stays_with_engine(reading)
     try:
         return target.write(without_defaults(reading) if own else reading, ranks)

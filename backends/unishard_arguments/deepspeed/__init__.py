@@ -11,7 +11,7 @@ from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Entry, Key, KeyEffect, Unreadable, interpret
 from unishard.contract.fallbacks import rows
-from unishard.contract.render import AUTO, WrittenDocument, render
+from unishard.contract.render import AUTO, RenderedDocument, render
 from unishard.contract.rules import Fit, Rule
 from unishard.contract.templates import is_placeholder
 from unishard_arguments.deepspeed import batch, offload, optimizer, precision, rest, scheduler, sequence, zero
@@ -73,7 +73,7 @@ class DeepSpeedArguments:
         )
         return [entry for entry in entries if not (entry.assumed and _says_nothing(entry))]
 
-    def write(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> WrittenDocument:
+    def write(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> RenderedDocument:
         """The JSON for a training script that calls `deepspeed.initialize` itself, for the same training."""
         return render(self.rules, cfg, topology, undecided)
 

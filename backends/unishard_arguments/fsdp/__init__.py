@@ -8,7 +8,7 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, interpret
-from unishard.contract.render import FieldResult, WrittenDocument, render
+from unishard.contract.render import FieldResult, RenderedDocument, render
 from unishard.contract.rules import Fit
 from unishard_arguments.fsdp.keys import KEYS
 from unishard_arguments.fsdp.rules import RULES
@@ -32,7 +32,7 @@ class FSDPArguments:
         assumed = _assumed(native, dict(defaults or {}))
         return interpret(KEYS, native, tool=_TOOL, defaults=assumed, topology=topology)
 
-    def write(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> WrittenDocument:
+    def write(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> RenderedDocument:
         """The arguments of FSDP2, and the result for each field."""
         expressed = render(RULES, cfg, topology, undecided)
         if not cfg.sharding.hybrid or topology.world_size > 1:

@@ -83,7 +83,8 @@ def _contents(files: Files, models: Sequence[dict[str, Any]], states: Sequence[d
         trained = _unpartitioned(model["optimizer"], own, files.folder)
     frozen = _frozen(models, module, {*trained.parameters, *ties, *buffers})
     return Contents(
-        shards=_stretches(trained.parameters) | {PARAMETERS + name: each for name, each in (frozen | buffers).items()},
+        shards=_lazy_shards(trained.parameters)
+        | {PARAMETERS + name: each for name, each in (frozen | buffers).items()},
         step=model["global_steps"],
         world_size=model["dp_world_size"],
         optimizer=_optimizer(trained.groups, trained.parameters),
@@ -123,7 +124,7 @@ def _unpartitioned(stored: dict[str, Any] | None, tensors: Mapping[str, Tensor],
     return _Trained(named(stored, tensors, folder), unpartitioned.groups_of(stored), stored)
 
 
-def _stretches(parameters: Mapping[str, partitions.Parameter]) -> dict[str, LazyShard]:
+def _lazy_shards(parameters: Mapping[str, partitions.Parameter]) -> dict[str, LazyShard]:
     shards_of: dict[str, LazyShard] = {}
     for name, parameter in parameters.items():
         for key, shards in parameter.shards.items():

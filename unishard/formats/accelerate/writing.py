@@ -9,7 +9,7 @@ from unishard.config import Config
 from unishard.config.nested import Native, flat, merge
 from unishard.config.topology import Topology
 from unishard.contract.entries import Path
-from unishard.contract.render import AUTO, FieldResult, WrittenDocument, render
+from unishard.contract.render import AUTO, FieldResult, RenderedDocument, render
 from unishard.contract.rules import Fit, Rule
 from unishard.errors import ConfigError, Problem
 from unishard.formats.accelerate.deepspeed import FILE, NAMES, NO_FILE, opened
@@ -71,7 +71,7 @@ _NO_SHARDS = (
 _NO_GROUPS = "{} ranks make no groups of {}; add --world-size and --gpus-per-node"
 
 
-def expressed(reading: ReadDocument, topology: Topology) -> WrittenDocument:
+def expressed(reading: ReadDocument, topology: Topology) -> RenderedDocument:
     """The file, and what became of each field. What the source leaves to its training script stays with it.
 
     Raises:
@@ -96,7 +96,9 @@ def expressed(reading: ReadDocument, topology: Topology) -> WrittenDocument:
         **_group_words(reading, topology, rendered.fields["sharding.strategy"]),
         **_sharing_words(reading, topology, rendered.fields["parallel.sequence.size"]),
     }
-    return WrittenDocument(merge(rendered.document, merge(_ranks(reading, topology), _starts(config, topology))), words)
+    return RenderedDocument(
+        merge(rendered.document, merge(_ranks(reading, topology), _starts(config, topology))), words
+    )
 
 
 def _ranks(reading: ReadDocument, topology: Topology) -> Native:

@@ -9,7 +9,7 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.entries import Entry, KeyEffect, Path, Undecided
-from unishard.contract.render import WrittenDocument, render
+from unishard.contract.render import RenderedDocument, render
 from unishard.formats.documents import json_text
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument, assemble
@@ -43,7 +43,7 @@ class DeepSpeedFormat(Format):
         """It is the argument `deepspeed`."""
         return {"deepspeed": source.data}, ()
 
-    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
+    def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """The JSON; what is undecided and a script may pass to DeepSpeed, its optimizer and scheduler, is left to the
         script.
         """
@@ -53,7 +53,7 @@ class DeepSpeedFormat(Format):
         document, words = render(rows, reading.config, topology, undecided)
         if "type" not in document.get("optimizer", {"type": ""}):
             document.pop("optimizer")
-        return WrittenDocument(without_unishards(document, reading), words)
+        return RenderedDocument(without_unishards(document, reading), words)
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """JSON, indented."""

@@ -11,20 +11,20 @@ from unishard.config.describe import shown
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.entries import NOTHING, Entry, Key, KeyEffect, Undecided, interpret
-from unishard.contract.render import WrittenDocument
+from unishard.contract.render import RenderedDocument
 from unishard.contract.rules import Fit, Rule
 from unishard.formats.format import Format
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, sure, with_script_defaults, wrapped
 from unishard.formats.hf.keys import ENGINES, KEYS, RENAMED
 from unishard.formats.hf.loop import DEEPSPEED, FSDP
-from unishard.formats.hf.rules import RULES, written
+from unishard.formats.hf.rules import RULES, render_arguments
 from unishard.formats.hf.scheduling import length
 from unishard.formats.hf.sharding import BOTH, FIRST, known, replicated, sharded
 from unishard.formats.hf.zero import filled_from, partitioned, with_precedence
+from unishard.formats.markers import Coverage
 from unishard.formats.names import names
 from unishard.formats.reading import ReadDocument
-from unishard.formats.signs import Explained
 from unishard.formats.source import Source
 
 _OWN_IN_FP32 = ("precision.matmul", "scheduler.name")
@@ -43,9 +43,9 @@ class HfFormat(Format):
     yaml_1_1 = True
     fills_auto = True
 
-    def explained(self, source: Source) -> Explained:
+    def coverage(self, source: Source) -> Coverage:
         """How many of the keys are arguments; all count where a script's own file surely has some."""
-        return Explained(1.0) if sure(source.data, KEYS) else super().explained(source)
+        return Coverage(1.0) if sure(source.data, KEYS) else super().coverage(source)
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What the arguments say, those of the engine that they choose, and what Trainer assumes."""
@@ -73,12 +73,12 @@ class HfFormat(Format):
         """The arguments that take the place of `"auto"` at a key of DeepSpeed's config."""
         return filled_from(key)
 
-    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
+    def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """Arguments that `transformers.TrainingArguments(**...)` takes; the engine's stand in `fsdp_config` or
         `deepspeed`.
         """
         own = _OWN_DEFAULTS if reading.config.precision.compute != "fp32" else _OWN_IN_FP32
-        return written(reading.deciding(own), topology, self.name)
+        return render_arguments(reading.deciding(own), topology, self.name)
 
 
 FORMAT = HfFormat()
@@ -261,7 +261,7 @@ class ScriptFormat(HfFormat):
         """What the arguments say, and what the script and Trainer assume."""
         return entries_of(source, topology, own=self.own, silent=self.silent(source.data))
 
-    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
+    def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """The arguments that train; a file also needs those about the model and the data."""
         rendered = super().write(reading, topology)
         document = {_NAMES.get(key, key): value for key, value in rendered.document.items()}
@@ -270,7 +270,7 @@ class ScriptFormat(HfFormat):
         if is_whole(document):
             document |= {name: False for name in silent if _silently_off(name, reading)}
         words = {path: word._replace(key=_renamed(word.key)) for path, word in rendered.fields.items()}
-        return WrittenDocument(document, words)
+        return RenderedDocument(document, words)
 
 
 def _renamed(words: str) -> str:

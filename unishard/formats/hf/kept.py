@@ -8,7 +8,7 @@ from typing import Any
 from unishard.config import value_at
 from unishard.contract.entries import Entry, Undecided, Unreadable
 from unishard.contract.key_rows import number
-from unishard.contract.render import FieldResult, WrittenDocument
+from unishard.contract.render import FieldResult, RenderedDocument
 from unishard.contract.rules import Fit
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.dialects import section_in
@@ -28,7 +28,7 @@ _BY_FSDP = "activation_checkpointing"
 """Said in `fsdp_config` where FSDP is on."""
 
 
-def with_arguments(rendered: WrittenDocument, reading: ReadDocument, to: str) -> WrittenDocument:
+def with_arguments(rendered: RenderedDocument, reading: ReadDocument, to: str) -> RenderedDocument:
     """A document under transformers' names, with the source's arguments that hold as they stand.
 
     Args:
@@ -48,7 +48,7 @@ def with_arguments(rendered: WrittenDocument, reading: ReadDocument, to: str) ->
                 document[name] = value
     if reading.format in _TRAINERS:
         _add_length(document, words, reading, to)
-    return WrittenDocument(document, words)
+    return RenderedDocument(document, words)
 
 
 def _arguments(reading: ReadDocument) -> Iterator[tuple[str, Entry]]:

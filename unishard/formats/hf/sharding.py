@@ -12,7 +12,7 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import boolean
 from unishard.contract.rules import Fit
-from unishard.formats.engine_block import EngineBlock, Spot, combined
+from unishard.formats.engine_block import EngineBlock, SourceKey, combined
 from unishard.formats.hf.json_argument import opened
 from unishard.formats.hf.loop import FSDP, off
 from unishard.formats.names import names
@@ -144,11 +144,11 @@ def _read(
     taken = {name: item for name, (_, item) in plain.items() if name in BOTH or (name in FIRST and not second)}
     asked, refused = _asked(words, second, taken)
     block = EngineBlock("fsdp", ("fsdp_config",), repeats=True)
-    flag = Spot(("fsdp",), value, fields={"backend": "fsdp"})
+    flag = SourceKey(("fsdp",), value, fields={"backend": "fsdp"})
     for name, item in asked.items():
         block.add(name, item, *([] if implied or refused else [flag]))
     for name, item in taken.items():
-        block.add(name, item, Spot((*where, plain[name][0]), item))
+        block.add(name, item, SourceKey((*where, plain[name][0]), item))
     defaults = {**_DEFAULTS, **({} if second else {"sharding_strategy": "FULL_SHARD"})}
     entries = [_without_null(entry) for entry in block.entries(defaults=defaults, topology=topology)]
     if refused and not implied:

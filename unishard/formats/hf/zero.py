@@ -16,7 +16,7 @@ from unishard.contract.entries import Entry, KeyEffect, Undecided, Unreadable, l
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
-from unishard.formats.engine_block import EngineBlock, Spot
+from unishard.formats.engine_block import EngineBlock, SourceKey
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.json_argument import opened
 from unishard.formats.hf.loop import DEEPSPEED, off
@@ -216,10 +216,10 @@ def _read(config: Mapping[str, Any], get: Arguments, topology: Topology | None) 
     )
     for key, item in filled.items():
         if item is not None:
-            block.add(key, item, Spot(("deepspeed", *key.split(".")), AUTO))
+            block.add(key, item, SourceKey(("deepspeed", *key.split(".")), AUTO))
     if not {"bf16", "fp16"} & set(config):
         for key, item in _mixed(get).items():
-            block.add(f"{key}.enabled", item, Spot(("deepspeed", key, "enabled"), item, assumed=True))
+            block.add(f"{key}.enabled", item, SourceKey(("deepspeed", key, "enabled"), item, assumed=True))
     entries = block.placed(_checked(entry, values, get, whole) for entry in block.parsed(topology=topology))
     if "train_batch_size" in filled:
         note = "transformers fills in the product of the other two and the ranks"

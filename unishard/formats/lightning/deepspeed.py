@@ -11,7 +11,7 @@ from typing import Any
 from unishard.contract.entries import Entry, KeyEffect, Unreadable, left_out
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
-from unishard.formats.engine_block import EngineBlock, Spot, combined
+from unishard.formats.engine_block import EngineBlock, SourceKey, combined
 from unishard.formats.lightning.deepspeed_json import ARGUMENTS, OWN, SCALING, leaves_of
 from unishard.formats.lightning.precision import precision_section, word_of
 from unishard.formats.lightning.rows import off
@@ -31,7 +31,7 @@ def entries_of(settings: StrategyArguments) -> Iterator[Entry]:
     block = EngineBlock("deepspeed", settings.base)
     for leaf in leaves:
         if not leaf.assumed:
-            block.add(leaf.key, leaf.value, *settings.spots(block, *leaf.arguments))
+            block.add(leaf.key, leaf.value, *settings.source_keys(block, *leaf.arguments))
     scaling = _add_precision(settings, block)
     defaults = {**{leaf.key: leaf.value for leaf in leaves if leaf.assumed}, **_unclipped(settings)}
     parsed = block.parsed(defaults=defaults, topology=settings.topology)
@@ -97,7 +97,7 @@ def _add_precision(settings: StrategyArguments, block: EngineBlock) -> set[str]:
     sections = {name: value for name, value in sections.items() if name not in block.native}
     for section, keys in sections.items():
         for name, value in keys.items():
-            block.add(f"{section}.{name}", value, *(settings.spots(block, name) if name in scaling else ()))
+            block.add(f"{section}.{name}", value, *(settings.source_keys(block, name) if name in scaling else ()))
     return set(scaling) if "fp16" in sections else set()
 
 
@@ -143,8 +143,8 @@ def _precision_entry(settings: StrategyArguments, parsed: Iterable[Entry]) -> It
                 f"{precision} also rounds the initial weights; DeepSpeed still keeps fp32 master weights",
             )
         )
-    spot = Spot(settings.precision.path, settings.precision.value, settings.precision.assumed)
-    yield combined(spot, ours)
+    source_key = SourceKey(settings.precision.path, settings.precision.value, settings.precision.assumed)
+    yield combined(source_key, ours)
 
 
 def _unused(settings: StrategyArguments, used: set[str], why: str) -> Iterator[Entry]:

@@ -153,8 +153,8 @@ def entries_of(settings: StrategyArguments) -> Iterator[Entry]:
         if not fragment:
             yield settings.of(name, UNSET)
         for key, value in fragment.items():
-            block.add(key, value, *settings.spots(block, name))
-    block.spots["version"] = (settings.name_spot(block),)
+            block.add(key, value, *settings.source_keys(block, name))
+    block.source_keys["version"] = (settings.name_key(block),)
     defaults = _defaults(fabric=settings.strategy.fabric)
     yield from settings.with_name(block, block.entries(defaults=defaults, topology=settings.topology))
     rest = [name for name in settings.arguments if name not in ARGUMENTS]

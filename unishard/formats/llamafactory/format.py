@@ -7,7 +7,7 @@ from typing import Any
 
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, left_out
-from unishard.contract.render import AUTO, FieldResult, WrittenDocument
+from unishard.contract.render import AUTO, FieldResult, RenderedDocument
 from unishard.contract.rules import NO_KEY, Fit
 from unishard.formats.hf.dialects import LLAMAFACTORY, MODE, SHARING
 from unishard.formats.hf.format import ScriptFormat, is_whole
@@ -40,7 +40,7 @@ class LlamaFactoryFormat(ScriptFormat):
         entries = super().entries(source._replace(data={**source.data, DEEPSPEED: config}), topology)
         return told(_pure(entries, source.data), source.data[DEEPSPEED], self.tool)
 
-    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
+    def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """The arguments that train, with LLaMA-Factory's own switch for checkpointed layers."""
         rendered = _with_sharing(super().write(reading, topology), reading)
         off = reading.config.activation_checkpointing == "none"
@@ -57,10 +57,10 @@ class LlamaFactoryFormat(ScriptFormat):
         result = rendered.fields.get(_RECOMPUTES, FieldResult(Fit.EXACT, "", ""))
         if _OFFLOADED in rendered.fields and _OFFLOADED not in words and reading.config.offload.activations != "none":
             words[_OFFLOADED] = FieldResult(Fit.APPROXIMATE, NO_KEY, "activations stay on the device: the same losses")
-        return WrittenDocument(document, {**words, _RECOMPUTES: result._replace(key=_SWITCH)})
+        return RenderedDocument(document, {**words, _RECOMPUTES: result._replace(key=_SWITCH)})
 
 
-def _with_sharing(rendered: WrittenDocument, reading: ReadDocument) -> WrittenDocument:
+def _with_sharing(rendered: RenderedDocument, reading: ReadDocument) -> RenderedDocument:
     """The document with the ranks that share samples."""
     section = reading.config.parallel.sequence
     if not section.on:
@@ -70,7 +70,7 @@ def _with_sharing(rendered: WrittenDocument, reading: ReadDocument) -> WrittenDo
         "parallel.sequence.size": FieldResult(Fit.EXACT, SHARING, _FORK),
         "parallel.sequence.method": FieldResult(Fit.EQUIVALENT, MODE, "the same math, other traffic"),
     }
-    return WrittenDocument({**rendered.document, SHARING: section.size, MODE: mode}, {**rendered.fields, **words})
+    return RenderedDocument({**rendered.document, SHARING: section.size, MODE: mode}, {**rendered.fields, **words})
 
 
 _FORK = "only 360-LLaMA-Factory knows the key"

@@ -19,15 +19,15 @@ from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.entries import Entry, KeyEffect, Path, Undecided
-from unishard.contract.render import FieldResult, WrittenDocument
+from unishard.contract.render import FieldResult, RenderedDocument
 from unishard.contract.rules import Fit
 from unishard.contract.templates import placeholders_in
 from unishard.errors import ConfigError, Problem
 from unishard.formats.documents import inline_yaml, yaml_text
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
+from unishard.formats.markers import Coverage
 from unishard.formats.reading import ReadDocument, assemble, default_of
-from unishard.formats.signs import Explained
 from unishard.formats.source import Source
 from unishard.version import __version__
 
@@ -63,10 +63,10 @@ class UnishardFormat(Format):
         )
         return reading if topology else reading._replace(topology=_launched(reading.config))
 
-    def explained(self, source: Source) -> Explained:
+    def coverage(self, source: Source) -> Coverage:
         """How many of the sections are the config's, or the user's own."""
         unknown = tuple(key for key in source.data if key not in Config.model_fields and not key.startswith("x-"))
-        return Explained(1 - len(unknown) / max(len(source.data), 1), unknown)
+        return Coverage(1 - len(unknown) / max(len(source.data), 1), unknown)
 
     def launch(self, reading: ReadDocument) -> Launch:
         """What the section `launch` says."""
@@ -84,7 +84,7 @@ class UnishardFormat(Format):
             max_restarts=launch.max_restarts,
         )
 
-    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
+    def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """The fields that the source decides, in the order of the schema, and what the chosen engine makes of each."""
         config = reading.config
         rules = registry.get(config.backend).rules
@@ -101,7 +101,7 @@ class UnishardFormat(Format):
                 words[path] = FieldResult(Fit.NEEDS_INPUT, path, note)
         for path in reading.undecided:
             words[path] = FieldResult(Fit.NEEDS_INPUT, path, f"write it, or add --set {path}=...")
-        return WrittenDocument(_document(reading), words)
+        return RenderedDocument(_document(reading), words)
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML, with a comment at each value that needs a decision."""
