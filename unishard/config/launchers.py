@@ -174,7 +174,7 @@ def forgotten_srun(environ: Mapping[str, str] = os.environ) -> str | None:
     )
 
 
-def life(environ: Mapping[str, str] = os.environ) -> str:
+def restart_prefix(environ: Mapping[str, str] = os.environ) -> str:
     """A prefix for keys in the store of torchrun's agent, which outlives ranks that are started anew; empty where there
     is none.
 
