@@ -141,9 +141,9 @@ class DeepSpeedAdapter(EngineAdapter):
         )
         if plain or not any(map(_requires_grad, self.module.parameters())):  # frozen: the forward was not DeepSpeed's
             return
-        what = " with create_graph=True, as for a gradient penalty," if graph else ""
+        request = " with create_graph=True, as for a gradient penalty," if graph else ""
         raise ContractError(
-            f"torch.autograd.grad of an output{what} does not work with sharding.strategy {self._strategy} on "
+            f"torch.autograd.grad of an output{request} does not work with sharding.strategy {self._strategy} on "
             "DeepSpeed; set backend: fsdp" + (", sharding: no_shard and precision: fp32" if graph else "")
         )
 

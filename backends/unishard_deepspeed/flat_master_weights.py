@@ -67,8 +67,8 @@ class FlatMasterWeights:
         """The tensor that the optimizer steps (the flat master weight or a view of it), and the start of a shard in
         it.
         """
-        for each, view in self._split.get(master, ()):
-            if each is shard:
+        for part, view in self._split.get(master, ()):
+            if part is shard:
                 return view, 0
         return master, shard.start
 

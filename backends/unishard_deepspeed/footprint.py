@@ -103,14 +103,14 @@ class _Stage12(StageFootprint):
     @cached_property
     def reached(self) -> int:
         """Elements of all parameters of which a piece lies in this rank's parts, each in full."""
-        found = 0
+        numel = 0
         for group, part in zip(self.groups, self.parts, strict=True):
             start, first = 0, part * (self.rank % self.ranks)
             for parameter in group:
                 if start < first + part and start + parameter.numel > first:
-                    found += parameter.numel
+                    numel += parameter.numel
                 start += parameter.numel
-        return found
+        return numel
 
     def footprint(self) -> Footprint:
         part, largest = sum(self.parts), max((parameter.numel for parameter in self.trainable), default=0)

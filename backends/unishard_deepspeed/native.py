@@ -34,8 +34,8 @@ def check(native: Mapping[str, Any], prefix: str = "") -> list[Problem]:
         key = f"{prefix}{name}"
         if key in BLOCKS and isinstance(value, Mapping):
             problems += check(value, f"{key}.")
-        elif what := _complaint(key, value):
-            problems.append(Problem(f"native.deepspeed.{key}", what))
+        elif complaint := _complaint(key, value):
+            problems.append(Problem(f"native.deepspeed.{key}", complaint))
     return problems
 
 

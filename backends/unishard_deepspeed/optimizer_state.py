@@ -67,8 +67,8 @@ class ZeroOptimizerState:
             key: value if held.group is None else value.narrow(0, start, held.values.numel())
             for key, value in tensors.items()
         }
-        found = {key: held._replace(values=values) for key, values in intervals.items()}
-        return found | {key: Shard(torch.Size(()), number) for key, number in numbers.items()}
+        shards = {key: held._replace(values=values) for key, values in intervals.items()}
+        return shards | {key: Shard(torch.Size(()), number) for key, number in numbers.items()}
 
     def make(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
         """Clear all state and create it for some parameters; the others have none, as before their first update."""

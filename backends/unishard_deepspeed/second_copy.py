@@ -40,9 +40,9 @@ def second_copy_problems(cfg: Config, own: Mapping[str, Any], topology: Topology
     """
     zero = own.get("zero_optimization", {})
     size = zero.get(_KEY, 1) if isinstance(zero, Mapping) else 1
-    what = _refusal(cfg, size, topology.world_size) if isinstance(size, int) and _KEY in zero else ""
-    if what:
-        yield Problem(f"native.deepspeed.zero_optimization.{_KEY}", what)
+    refusal = _refusal(cfg, size, topology.world_size) if isinstance(size, int) and _KEY in zero else ""
+    if refusal:
+        yield Problem(f"native.deepspeed.zero_optimization.{_KEY}", refusal)
 
 
 def _refusal(cfg: Config, size: int, world: int) -> str:

@@ -68,15 +68,15 @@ class ListedOutputs:
                 f"{name} ({type(self._modules[name]).__name__}) returns a generator, whose code runs after the "
                 "forward, when its weights are not gathered; return a list of what it yields"
             )
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:
-            found.append(tensor)
+            tensors.append(tensor)
             return tensor
 
         _exchange(output, keep)
         self._outputs[name] = output
-        return found
+        return tensors
 
     def _put_back(self, name: str, output: Any) -> Any:
         if name not in self._outputs:

@@ -74,7 +74,7 @@ class BackwardOrder:
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of a loss, and that of the tokens of the forwards before it."""
-        pending = [found for each in self._passes if (found := each()) is not None]
+        pending = [graph for each in self._passes if (graph := each()) is not None]
         tokens = [each.token for each in pending]
         self._in_backward, self.outermost, self.token = True, None, None
         try:

@@ -132,7 +132,7 @@ def _refusal(key: str, value: Any, written: Native, cfg: Config) -> str | None:
 
 def _keys(form: str) -> dict[str, FieldInfo]:
     """The fields of a form by dotted key, including those of sections."""
-    found: dict[str, FieldInfo] = {}
+    keys: dict[str, FieldInfo] = {}
     for name, field in FORMS[form].model_fields.items():
         sections = [
             kind
@@ -140,8 +140,8 @@ def _keys(form: str) -> dict[str, FieldInfo]:
             if isinstance(kind, type) and issubclass(kind, BaseModel)
         ]
         inner = [(f"{name}.{leaf}", below) for section in sections for leaf, below in section.model_fields.items()]
-        found.update(inner or [(name, field)])
-    return found
+        keys.update(inner or [(name, field)])
+    return keys
 
 
 def _misfit(form: str, where: tuple[int | str, ...], value: Any) -> Problem:

@@ -35,13 +35,13 @@ class ParameterUsage:
 
     def partly_used(self) -> list[nn.Module]:
         """Modules in which only some parameters have a gradient in this window. Call it before each backward."""
-        found = []
+        modules = []
         for module, parameters in self._gathered.items():
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             self._watch(trained)
             if 0 < sum(parameter in self._used for parameter in trained) < len(trained):
-                found.append(module)
-        return found
+                modules.append(module)
+        return modules
 
     def forget(self) -> None:
         """Reset at the end of a window."""

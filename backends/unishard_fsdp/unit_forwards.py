@@ -81,9 +81,9 @@ class UnitForward:
         if token is None:
             return None
         self._passed, tensors = (args, kwargs), [token]
-        for each in (*args, *kwargs.values()):
-            if isinstance(each, Tensor):
-                tensors.append(each)
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, Tensor):
+                tensors.append(argument)
         return tuple(tensors), {}
 
     def _find_others(self) -> dict[int, Tensor]:
@@ -92,18 +92,18 @@ class UnitForward:
         Raises:
             ModelError: The module recomputes its forward in backward, where they are not there any more.
         """
-        found = {at: each for at, each in enumerate(self._values()) if each is not None and id(each) not in self._own}
-        for at, each in [*found.items()]:
-            if isinstance(each, DTensor) and isinstance(each, nn.Parameter):  # loaded, or made for a smaller mesh
-                del found[at]
-        self._restores = self._restores or bool(found)
-        if found and torch.is_grad_enabled() and recomputes(self._module):
+        others = {at: each for at, each in enumerate(self._values()) if each is not None and id(each) not in self._own}
+        for at, value in [*others.items()]:
+            if isinstance(value, DTensor) and isinstance(value, nn.Parameter):  # loaded, or made for a smaller mesh
+                del others[at]
+        self._restores = self._restores or bool(others)
+        if others and torch.is_grad_enabled() and recomputes(self._module):
             raise ModelError(
-                f"the forward that reads {self._names[min(found)]} was called with another tensor in place of it, as "
+                f"the forward that reads {self._names[min(others)]} was called with another tensor in place of it, as "
                 "by torch.func.functional_call, and would be recomputed in backward with the parameter; leave its "
                 "class out of activation_checkpointing, or set that to none"
             )
-        return found
+        return others
 
     def _gathered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """After FSDP2 has gathered the module, which puts its parameters where others may stand."""
@@ -117,10 +117,10 @@ class UnitForward:
         (passed, named), self._passed = self._passed, None
         self._order.token, *tensors = args
         positional, following = [], iter(tensors)
-        for each in passed:
-            positional.append(next(following) if isinstance(each, Tensor) else each)
-        for name, each in named.items():
-            named[name] = next(following) if isinstance(each, Tensor) else each
+        for argument in passed:
+            positional.append(next(following) if isinstance(argument, Tensor) else argument)
+        for name, argument in named.items():
+            named[name] = next(following) if isinstance(argument, Tensor) else argument
         return tuple(positional), named
 
     def _find_leaves(self) -> None:

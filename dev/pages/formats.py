@@ -87,7 +87,7 @@ def _list(tools: Iterable[_Tool]) -> str:
         )
         for tool in tools
     ]
-    written = catalog.written()
+    written = catalog.writable()
     read = _listed(name for name in catalog.NAMES if name not in written)
     top = _TOP.format(written=_listed(written), read=read).rstrip()
     header = ("Page", "Tool", "Its keys", "The config's fields in it")

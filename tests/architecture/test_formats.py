@@ -85,7 +85,7 @@ def test_every_format_has_the_same_shape(name: str) -> None:
     assert one.name == name
     assert one.tool
     assert one.suffix.startswith(".")
-    assert one.signs.keys
+    assert one.markers.keys
     assert {"__init__.py", "format.py"} <= files
     assert "keys.py" in files or not one.keys
     assert "rules.py" in files or not one.rules

@@ -12,7 +12,7 @@ from unishard.formats import NAMES, Outcome, catalog
 
 Path = tuple[str, ...]
 FORMATS = [name for name in NAMES if find_spec(f"unishard.formats.{name}")]
-WRITTEN = [name for name in catalog.written() if name in FORMATS]
+WRITTEN = [name for name in catalog.writable() if name in FORMATS]
 
 
 def leaves_of(data: Mapping[str, Any], above: Path = ()) -> Iterator[Path]:

@@ -15,7 +15,7 @@ from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import Outcome, read, translate
 from unishard.formats.hf.optimizing import NO_DECAY
-from unishard.formats.hf.rules import written
+from unishard.formats.hf.rules import render_arguments
 
 BASE = {"per_device_train_batch_size": 4}
 
@@ -192,7 +192,7 @@ def test_every_field_of_the_schema_gets_a_word(backend: str) -> None:
 def test_a_third_engine_is_refused() -> None:
     reading = read({"backend": "fsdp"}, "unishard")._replace(config=Config(backend="megatron"))
     with pytest.raises(ConfigError, match="transformers runs fsdp and deepspeed, not megatron"):
-        written(reading, Topology(), "hf")
+        render_arguments(reading, Topology(), "hf")
 
 
 @pytest.mark.parametrize(

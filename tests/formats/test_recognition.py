@@ -14,8 +14,8 @@ from unishard.contract import registry
 from unishard.errors import ConfigError
 from unishard.formats import catalog, read, translate
 from unishard.formats.hf.dialects import DIALECT
+from unishard.formats.markers import by_entries
 from unishard.formats.other_tools import tools
-from unishard.formats.signs import by_entries
 from unishard.formats.source import open_source
 
 FILES = yaml.safe_load((Path(__file__).parent / "files_of_other_tools.yaml").read_text(encoding="utf-8"))
@@ -50,7 +50,7 @@ def test_what_names_a_tool_is_no_key_of_a_format_that_is_read() -> None:
         *(key for name in catalog.NAMES for key in catalog.get(name).keys),
     }
     for tool in tools():
-        telling = {key for key, weight in tool.signs.keys.items() if weight > 1} - set(MIXED)
+        telling = {key for key, weight in tool.markers.keys.items() if weight > 1} - set(MIXED)
         assert not telling & keys, tool.name
 
 
@@ -197,7 +197,7 @@ def test_of_two_formats_that_a_file_speaks_for_as_much_the_one_that_knows_more_c
 @pytest.mark.parametrize("name", SEEDS)
 def test_what_people_write_is_explained(name: str) -> None:
     for data in SEEDS[name]:
-        assert catalog.get(name).explained(open_source(data)).most
+        assert catalog.get(name).coverage(open_source(data)).most
 
 
 def test_a_reading_that_knows_nothing_explains_nothing() -> None:

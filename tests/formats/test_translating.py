@@ -12,11 +12,11 @@ from unishard.config.nested import Native, flat
 from unishard.contract import registry
 from unishard.contract.entries import Entry, Key, KeyEffect, interpret
 from unishard.contract.key_rows import boolean, drops, integer, number, own, refuses, sets
-from unishard.contract.render import WrittenDocument, render
+from unishard.contract.render import RenderedDocument, render
 from unishard.contract.rules import Fit, Rule, When
 from unishard.formats import Item, Outcome, catalog, translate
+from unishard.formats.markers import Markers
 from unishard.formats.reading import ReadDocument, assemble
-from unishard.formats.signs import Signs
 from unishard.formats.source import Source, open_source
 
 SCRIPT = "batch_size of the script"
@@ -66,9 +66,9 @@ class Toy:
     def ranks(self, source: Source) -> Topology | None:
         return None
 
-    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
+    def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         document, words = render(self.rules, reading.config, topology, set(reading.undecided))
-        return WrittenDocument(
+        return RenderedDocument(
             document | (reading.config.native.get(reading.config.backend, {}) if self.held else {}), words
         )
 
@@ -236,7 +236,7 @@ def test_not_recognised(data: dict[str, Any], what: str) -> None:
 
 
 def test_a_format_of_anyone_is_found_and_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = SimpleNamespace(name="toy", signs=Signs({"toy.box": 3}))
+    theirs = SimpleNamespace(name="toy", markers=Markers({"toy.box": 3}))
     monkeypatch.setattr(catalog, "NAMES", (*catalog.NAMES, "toy"))
     known = registry.load
     monkeypatch.setattr(

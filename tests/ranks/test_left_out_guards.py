@@ -19,7 +19,7 @@ from unishard.engine.guards.copied_containers import CopiedContainers
 from unishard.engine.guards.divided_loss import DividedLoss
 from unishard.engine.guards.edited_gradients import EditedGradients
 from unishard.engine.guards.late_unfreezing import LateUnfreezing
-from unishard.engine.guards.written_parameters import WrittenParameters
+from unishard.engine.guards.parameter_writes import ParameterWrites
 from unishard.testing.models import mlp
 
 
@@ -46,7 +46,7 @@ def initialized_late(backend):
 
 @in_ranks
 def test_a_weight_that_is_written_by_hand_is_lost_under_deepspeed_and_not_under_fsdp():
-    with left_out(WrittenParameters):
+    with left_out(ParameterWrites):
         zeros, kept = initialized_late("fsdp"), initialized_late("deepspeed")
     with prepare(config("fsdp", "full_shard")) as engine:
         right = losses_of(engine, own_share(2))

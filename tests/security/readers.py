@@ -70,7 +70,7 @@ def _file(name: str, content: str | bytes, **others: str) -> Callable[[Path], Pa
 
 
 def _document(name: str) -> Reader:
-    as_it_is = name not in catalog.written()
+    as_it_is = name not in catalog.writable()
     content = json.dumps(SEEDS[name][0]) if as_it_is else translate(SEEDS[name][0], name, from_=name).text
     suffix = ".json" if as_it_is else catalog.get(name).suffix
     engine = (PLAIN,) if name in RECIPES else ()

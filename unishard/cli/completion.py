@@ -59,9 +59,9 @@ def formats(incomplete: str) -> list[str]:
 
 def written_formats(incomplete: str) -> list[str]:
     """The formats of `--to`."""
-    from unishard.formats.catalog import written
+    from unishard.formats.catalog import writable
 
-    return [name for name in written() if name.startswith(incomplete)]
+    return [name for name in writable() if name.startswith(incomplete)]
 
 
 def changes(ctx: typer.Context, incomplete: str) -> list[str | tuple[str, str]]:

@@ -116,23 +116,25 @@ class Config(Section):
         strategy, within_group, offload = self.sharding.strategy, self.sharding.within_group, self.offload
         problems: list[tuple[str, str]] = []
         if offload.optimizer != "none" and strategy == "no_shard":
-            what = f"{offload.optimizer} needs a sharded optimizer; choose shard_optimizer, shard_grad_op or full_shard"
-            problems.append(("offload.optimizer", what))
+            message = (
+                f"{offload.optimizer} needs a sharded optimizer; choose shard_optimizer, shard_grad_op or full_shard"
+            )
+            problems.append(("offload.optimizer", message))
         if offload.params != "none" and within_group != "full_shard":
-            what = f"{offload.params} needs sharded parameters, not {strategy}; set sharding.strategy to full_shard"
-            problems.append(("offload.params", what))
+            message = f"{offload.params} needs sharded parameters, not {strategy}; set sharding.strategy to full_shard"
+            problems.append(("offload.params", message))
         if offload.activations != "none" and self.activation_checkpointing == "selective":
-            what = (
+            message = (
                 "cpu does not reach what activation_checkpointing selective keeps inside each block, which would stay "
                 "on the device; set activation_checkpointing to full or none"
             )
-            problems.append(("offload.activations", what))
+            problems.append(("offload.activations", message))
         if offload.activations != "none" and self.compile.mode == "full":
-            what = (
+            message = (
                 "cpu works on each block, and compile full makes one graph of the model that keeps everything until "
                 "its end; set compile to per_block"
             )
-            problems.append(("offload.activations", what))
+            problems.append(("offload.activations", message))
         if self.precision.compute == "fp16" and self.training.nonfinite == "ignore":
             problems.append(
                 ("training.nonfinite", "ignore would apply fp16 gradients that overflowed; write skip or raise")
@@ -145,8 +147,8 @@ class Config(Section):
                 )
             )
         if self.training.loss_chunk_tokens is not None and self.compile.mode == "full":
-            what = "is not supported with compile.mode full, which compiles the loss too; write per_block"
-            problems.append(("training.loss_chunk_tokens", what))
+            message = "is not supported with compile.mode full, which compiles the loss too; write per_block"
+            problems.append(("training.loss_chunk_tokens", message))
         if self.activation_checkpointing == []:
             problems.append(("activation_checkpointing", "is empty; name at least one class, or write full or none"))
         refuse(problems)

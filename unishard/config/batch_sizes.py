@@ -21,12 +21,12 @@ def check_batch(training: Training, world_size: int) -> int:
     product = _of_a_rank(training) * world_size
     if training.global_batch_size in (None, product):
         return product
-    what = (
+    message = (
         f"is {training.global_batch_size}, but micro_batch_size {training.micro_batch_size} x "
         "gradient_accumulation_steps "
         f"{training.gradient_accumulation_steps} x {count_of(world_size, 'rank')} is {product}"
     )
-    raise ConfigError([Problem(_PATH, f"{what}; {_instead(training, training.global_batch_size, world_size)}")])
+    raise ConfigError([Problem(_PATH, f"{message}; {_instead(training, training.global_batch_size, world_size)}")])
 
 
 def ranks_of_batch(training: Training) -> int | None:
@@ -41,19 +41,19 @@ def ranks_of_batch(training: Training) -> int | None:
     if whole % share == 0:
         return whole // share
     micro, steps = training.micro_batch_size, training.gradient_accumulation_steps
-    what = (
+    message = (
         f"is {whole}, but each rank adds micro_batch_size {micro} x gradient_accumulation_steps {steps} = {share} "
         "samples"
     )
     if whole % micro:
         raise ConfigError(
-            [Problem(_PATH, f"{what}; write a multiple of {share}, such as {_nearest(whole, share)}, or remove it")]
+            [Problem(_PATH, f"{message}; write a multiple of {share}, such as {_nearest(whole, share)}, or remove it")]
         )
     fewer = _largest_divisor(whole // micro, steps)
     instead = (
         f"write gradient_accumulation_steps: {fewer}, which gives it on {count_of(whole // (micro * fewer), 'rank')}"
     )
-    raise ConfigError([Problem(_PATH, f"{what}; {instead}, or remove global_batch_size")])
+    raise ConfigError([Problem(_PATH, f"{message}; {instead}, or remove global_batch_size")])
 
 
 def _instead(training: Training, whole: int, world_size: int) -> str:

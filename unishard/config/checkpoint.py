@@ -20,14 +20,14 @@ def _signal(value: Any) -> Any:
     """The name of a signal with its `SIG`, in capitals."""
     if not isinstance(value, str):
         return value
-    word = value.upper().removeprefix("SIG")
-    if f"SIG{word}" not in SIGNALS:
+    name = value.upper().removeprefix("SIG")
+    if f"SIG{name}" not in SIGNALS:
         raise PydanticCustomError(
             "signal",
             "{value} cannot trigger a checkpoint; write one of {known}",
             {"value": value, "known": ", ".join(SIGNALS)},
         )
-    return f"SIG{word}"
+    return f"SIG{name}"
 
 
 Signal = Annotated[
@@ -96,12 +96,12 @@ class Checkpoint(Section):
             problems.append(("dir", "is empty; write a directory, or null for none"))
         if self.dir is None:
             asked = ("every_steps", "every_minutes", "on_signal")
-            what = "needs a directory to save in; set checkpoint.dir, or remove it"
-            problems += [(field, what) for field in asked if getattr(self, field)]
+            message = "needs a directory to save in; set checkpoint.dir, or remove it"
+            problems += [(field, message) for field in asked if getattr(self, field)]
             if self.on_existing != "error":
-                problems.append(("on_existing", what))
+                problems.append(("on_existing", message))
         if self.keep_last is None:
-            what = "is unused without keep_last, because nothing is deleted; set checkpoint.keep_last or remove it"
-            problems += [(field, what) for field in ("keep_every", "keep_best") if getattr(self, field) is not None]
+            message = "is unused without keep_last, because nothing is deleted; set checkpoint.keep_last or remove it"
+            problems += [(field, message) for field in ("keep_every", "keep_best") if getattr(self, field) is not None]
         refuse(problems)
         return self

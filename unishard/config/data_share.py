@@ -32,6 +32,6 @@ def data_share_of(cfg: Config, topology: Topology) -> DataShare:
     if world % size:
         fitting = [str(number) for number in range(2, world + 1) if world % number == 0]
         instead = f"write {' or '.join(fitting)}, or start another number of ranks" if fitting else "start more ranks"
-        what = f"is {size}, which does not divide {count_of(world, 'rank')}; {instead}"
-        raise ConfigError([Problem("parallel.sequence.size", what)])
+        message = f"is {size}, which does not divide {count_of(world, 'rank')}; {instead}"
+        raise ConfigError([Problem("parallel.sequence.size", message)])
     return DataShare(topology.rank // size, world // size)

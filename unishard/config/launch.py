@@ -95,12 +95,12 @@ class LaunchSettings(Section):
                 )
         for name in self.slurm:
             if name in _OWN_OPTIONS:
-                what = f"{name} follows from the other fields; " + (
+                message = f"{name} follows from the other fields; " + (
                     f"set {_OWN_OPTIONS[name]} instead"
                     if name in ("nodes", "N")
                     else "remove it: torchrun is the one task of each node"
                 )
-                problems.append(("slurm", what))
+                problems.append(("slurm", message))
             elif not re.fullmatch(r"[a-z][a-z-]*", name):
                 problems.append(("slurm", f"{name!r} is no long option of sbatch; write it as in gpus-per-node"))
         refuse(problems)

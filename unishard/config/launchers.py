@@ -159,9 +159,9 @@ def number(environ: Environ, *names: str, default: int | None = None) -> int:
     try:
         return int(text or "")
     except ValueError:
-        found = "is not set" if text is None else f"is {text!r}, not a number"
-        what = f"the environment variable {name or names[-1]} {found}; start with torchrun, srun or python"
-        raise ConfigError([Problem("", what)]) from None
+        state = "is not set" if text is None else f"is {text!r}, not a number"
+        message = f"the environment variable {name or names[-1]} {state}; start with torchrun, srun or python"
+        raise ConfigError([Problem("", message)]) from None
 
 
 def forgotten_srun(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -174,7 +174,7 @@ def forgotten_srun(environ: Mapping[str, str] = os.environ) -> str | None:
     )
 
 
-def life(environ: Mapping[str, str] = os.environ) -> str:
+def restart_prefix(environ: Mapping[str, str] = os.environ) -> str:
     """A prefix for keys in the store of torchrun's agent, which outlives ranks that are started anew; empty where there
     is none.
 

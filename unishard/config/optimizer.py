@@ -46,7 +46,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 def _default(field: str, otherwise: Any) -> Callable[[dict[str, Any]], Any]:
     """The default in the library of the named optimizer."""
-    return lambda given: _DEFAULTS[field].get(given.get("name", ""), otherwise)
+    return lambda values: _DEFAULTS[field].get(values.get("name", ""), otherwise)
 
 
 class ParameterGroup(Section):
@@ -111,9 +111,9 @@ class Optimizer(Section):
         return self
 
     def _problems(self) -> Iterator[tuple[str, str]]:
-        given = self.changed
+        changed = self.changed
         for field, names in _BELONGS.items():
-            if field in given and self.name not in names:
+            if field in changed and self.name not in names:
                 words = f"{', '.join(names[:-1])} and {names[-1]}" if names[1:] else names[0]
                 yield field, f"belongs to {words}, not to {self.name}; remove it or set optimizer.name to {names[0]}"
         if self.nesterov and self.name == "sgd" and not self.momentum:

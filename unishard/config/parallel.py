@@ -56,8 +56,8 @@ class SequenceParallel(Section):
                 if name in self.changed
             ]
         elif self.pad_to != "auto" and self.pad_to % (2 * self.size):
-            what = f"is {self.pad_to}, no multiple of {2 * self.size}, which is twice the size; write one, or auto"
-            problems.append(("pad_to", what))
+            message = f"is {self.pad_to}, no multiple of {2 * self.size}, which is twice the size; write one, or auto"
+            problems.append(("pad_to", message))
         if self.keys == []:
             problems.append(("keys", "is empty; name at least one key or write auto"))
         refuse(problems)

@@ -14,20 +14,20 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _VARIABLE = re.compile(r"\$(?:\{[^}]*\}|[A-Za-z_]\w*)")
 
 
-def expanded(given: str | os.PathLike[str]) -> str:
+def expanded(directory: str | os.PathLike[str]) -> str:
     """A path with the home directory in place of `~`.
 
     Raises:
         ValueError: It is a URL, or contains an environment variable or the name of an unknown user; says what to write.
     """
-    text = os.fspath(given)
-    if found := _URL.match(text):
+    text = os.fspath(directory)
+    if match := _URL.match(text):
         raise ValueError(
-            f"is a URL ({found[0]}/...), and files are written only to directories; write a directory, such as one "
+            f"is a URL ({match[0]}/...), and files are written only to directories; write a directory, such as one "
             "where the store is mounted, or copy the directory to the store afterwards"
         )
-    if found := _VARIABLE.search(text):
-        raise ValueError(f"contains {found[0]}, but environment variables are not expanded; write the value")
+    if match := _VARIABLE.search(text):
+        raise ValueError(f"contains {match[0]}, but environment variables are not expanded; write the value")
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise ValueError(f"begins with {path.partition('/')[0]}, and there is no such user; write the whole path")

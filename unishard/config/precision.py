@@ -31,15 +31,15 @@ _PURE = {"bf16-true": "bf16", "fp16-true": "fp16", "16-true": "fp16"}
 def _dtype(value: Any) -> Any:
     if not isinstance(value, str):
         return value
-    word = value.lower()
-    if word in _PURE:
+    name = value.lower()
+    if name in _PURE:
         raise PydanticCustomError(
             "pure",
             "{word} keeps weights and optimizer state in {dtype} too; write compute: {dtype} and master: {dtype} below "
             "precision, or only {dtype} for fp32 master weights",
-            {"word": word, "dtype": _PURE[word]},
+            {"word": name, "dtype": _PURE[name]},
         )
-    return _ALIASES.get(word, word)
+    return _ALIASES.get(name, name)
 
 
 _MATMUL = {"highest": "fp32", "ieee": "fp32", "high": "tf32"}
@@ -51,8 +51,8 @@ def _matmul(value: Any) -> Any:
         raise PydanticCustomError(
             "not_a_word", "is not true or false; write tf32 or fp32, or keep for torch's own setting"
         )
-    word = lower(value)
-    return _MATMUL.get(word, word) if isinstance(word, str) else word
+    name = lower(value)
+    return _MATMUL.get(name, name) if isinstance(name, str) else name
 
 
 DType = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype), Spellings(tuple(_ALIASES))]
@@ -148,10 +148,10 @@ class Precision(Section):
             )
 
     def _scaling(self) -> Iterator[tuple[str, str]]:
-        given = [
+        changed = [
             name for name in ("loss_scale", "initial_loss_scale", "loss_scale_growth_interval") if name in self.changed
         ]
-        for name in given:
+        for name in changed:
             if self.compute != "fp16":
                 yield (
                     name,

@@ -23,9 +23,13 @@ def rendezvous(topology: Topology, environ: Mapping[str, str] = os.environ) -> s
     absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if topology.launcher == "torchrun":
         if absent:
-            said = f"RANK and WORLD_SIZE are set, but not {' and '.join(absent)}"
+            message = f"RANK and WORLD_SIZE are set, but not {' and '.join(absent)}"
             raise ConfigError(
-                [Problem("", f"the launcher's variables are incomplete: {said}; start with torchrun, srun or python")]
+                [
+                    Problem(
+                        "", f"the launcher's variables are incomplete: {message}; start with torchrun, srun or python"
+                    )
+                ]
             )
         return "env://"
     if topology.world_size == 1:

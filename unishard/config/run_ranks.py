@@ -39,11 +39,11 @@ def ranks_of(cfg: Config, world_size: int | None = None, per_node: int | None = 
     Raises:
         ConfigError: No number of ranks gives the global batch size.
     """
-    nodes, each = cfg.launch.max_nodes, per_node or cfg.launch.processes_per_node
+    nodes, processes = cfg.launch.max_nodes, per_node or cfg.launch.processes_per_node
     if world_size is not None:
-        return RunRanks(_nodes_of(world_size, each), "--world-size")
-    if each is not None:
-        return RunRanks(Topology(each * nodes, each), "--gpus-per-node" if per_node else "launch")
+        return RunRanks(_nodes_of(world_size, processes), "--world-size")
+    if processes is not None:
+        return RunRanks(Topology(processes * nodes, processes), "--gpus-per-node" if per_node else "launch")
     if (implied := ranks_of_batch(cfg.training)) is not None:
         implied *= cfg.parallel.sequence.size
         return RunRanks(_nodes_of(implied, implied // nodes), "training.global_batch_size")
@@ -56,6 +56,6 @@ def ranks_of(cfg: Config, world_size: int | None = None, per_node: int | None = 
     return RunRanks(Topology(), "")
 
 
-def _nodes_of(ranks: int, each: int | None) -> Topology:
+def _nodes_of(ranks: int, per_node: int | None) -> Topology:
     """Ranks on nodes of a size; on one node where they do not fill several."""
-    return Topology(ranks, each if each and ranks % each == 0 else ranks)
+    return Topology(ranks, per_node if per_node and ranks % per_node == 0 else ranks)

@@ -60,8 +60,8 @@ class _Refusing(_Metaclass):
 
     def __call__(cls, /, *args: object, **values: Any) -> Any:
         if args:
-            what = f"{cls.__name__} takes fields by name, got {args[0]!r}; a file is loaded by unishard.load(path)"
-            raise ConfigError([Problem("", what)])
+            message = f"{cls.__name__} takes fields by name, got {args[0]!r}; a file is loaded by unishard.load(path)"
+            raise ConfigError([Problem("", message)])
         try:
             return super().__call__(**values)
         except ValidationError as error:
@@ -130,11 +130,11 @@ class Section(BaseModel, metaclass=_Refusing):
         return super().model_validate(data)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        what = (
+        message = (
             "cannot be set, because a config is frozen; write cfg = cfg.override('training.seed=3'), which returns "
             "another one"
         )
-        raise ConfigError([Problem(name, what)])
+        raise ConfigError([Problem(name, message)])
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Copy the section; unlike pydantic's, with values that are checked.
@@ -233,14 +233,14 @@ def renamed_note(old: str, new: str) -> str:
 
 def refuse(problems: Iterable[tuple[str, str]]) -> None:
     """Raise all ``(field, what; what instead)`` from a validator at once; do nothing for an empty list."""
-    found = list(problems)
-    if found:
-        _refuse(found)
+    listed = list(problems)
+    if listed:
+        _refuse(listed)
 
 
-def _refuse(found: list[tuple[str, str]]) -> NoReturn:
-    text = "; ".join(f"{field}: {what}" for field, what in found)
-    raise PydanticCustomError(CROSS_FIELD, "{text}", {"text": text, "problems": found})
+def _refuse(problems: list[tuple[str, str]]) -> NoReturn:
+    text = "; ".join(f"{field}: {what}" for field, what in problems)
+    raise PydanticCustomError(CROSS_FIELD, "{text}", {"text": text, "problems": problems})
 
 
 def leaves(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

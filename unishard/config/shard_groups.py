@@ -28,19 +28,19 @@ def check_groups(cfg: Config, topology: Topology) -> None:
     if not cfg.sharding.hybrid:
         return
     world, size = topology.world_size, shard_group_size(cfg, topology)
-    said = f"is {size}" if cfg.sharding.group_size else f"is not set, and a node has {count_of(size, 'rank')}"
+    message = f"is {size}" if cfg.sharding.group_size else f"is not set, and a node has {count_of(size, 'rank')}"
     if world % size:
         fitting = [str(number) for number in range(2, world + 1) if world % number == 0]
         instead = f"write one of {', '.join(fitting)}" if fitting else "choose full_shard"
         raise ConfigError(
-            [Problem("sharding.group_size", f"{said}, which does not divide {count_of(world, 'rank')}; {instead}")]
+            [Problem("sharding.group_size", f"{message}, which does not divide {count_of(world, 'rank')}; {instead}")]
         )
     if size == 1 < world:
         raise ConfigError(
             [
                 Problem(
                     "sharding.group_size",
-                    f"{said}, so nothing would be sharded; write 2 or more, or choose full_shard or no_shard",
+                    f"{message}, so nothing would be sharded; write 2 or more, or choose full_shard or no_shard",
                 )
             ]
         )
@@ -52,5 +52,5 @@ def _check_reshard_group(cfg: Config, topology: Topology) -> None:
         return
     fitting = [str(number) for number in range(2, size) if size % number == 0]
     instead = f"write {', '.join([*fitting, 'true'])} or false"
-    what = f"is {kept}, which does not divide the {size} ranks that share one copy; {instead}"
-    raise ConfigError([Problem("sharding.reshard_after_forward", what)])
+    message = f"is {kept}, which does not divide the {size} ranks that share one copy; {instead}"
+    raise ConfigError([Problem("sharding.reshard_after_forward", message)])

@@ -102,13 +102,13 @@ class Sharding(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        given = self.changed
+        changed = self.changed
         problems: list[tuple[str, str]] = []
         if self.strategy == "no_shard":
             problems += [
                 (field, "is unused with strategy no_shard, which gathers nothing; remove it or choose full_shard")
                 for field in ("units", "min_unit_params")
-                if field in given
+                if field in changed
             ]
         if not self.hybrid and self.group_size is not None:
             problems.append(
@@ -117,7 +117,7 @@ class Sharding(Section):
                     f"is unused with strategy {self.strategy}, which has no groups; remove it or choose hybrid_shard",
                 )
             )
-        if self.within_group != "full_shard" and "reshard_after_forward" in given:
+        if self.within_group != "full_shard" and "reshard_after_forward" in changed:
             problems.append(
                 ("reshard_after_forward", f"is unused with strategy {self.strategy}; remove it or choose full_shard")
             )

@@ -34,6 +34,6 @@ def in_any_case(words: Iterable[str]) -> str:
     return f"^({'|'.join(map(_any_case, words))})$"
 
 
-def _any_case(word: str) -> str:
+def _any_case(name: str) -> str:
     """A case-insensitive pattern for a word; JSON Schema has no flag for it."""
-    return "".join(f"[{letter.upper()}{letter.lower()}]" if letter.isalpha() else f"[{letter}]" for letter in word)
+    return "".join(f"[{letter.upper()}{letter.lower()}]" if letter.isalpha() else f"[{letter}]" for letter in name)

@@ -48,11 +48,11 @@ class Topology:
             _refuse_unread(environ)
             return cls()
         if "WORLD_SIZE" in environ and number(environ, "WORLD_SIZE") != place.world_size:
-            what = (
+            message = (
                 f"WORLD_SIZE is {environ['WORLD_SIZE']}, but {place.launcher} has started {place.world_size} ranks; "
                 "unset WORLD_SIZE"
             )
-            raise ConfigError([Problem("", what)])
+            raise ConfigError([Problem("", message)])
         return cls(place.world_size, place.local_world_size, place.rank, place.local_rank, place.launcher)
 
 
@@ -65,16 +65,16 @@ def _refuse_unread(environ: Mapping[str, str]) -> None:
     )
     for name in UNSIZED:
         if name in environ:
-            what = (
+            message = (
                 f"{name}={environ[name]} says that a launcher has started this process, but not how many there are; "
                 f"{export}"
             )
-            raise ConfigError([Problem("", f"{what}; for a single rank, unset {name}")])
+            raise ConfigError([Problem("", f"{message}; for a single rank, unset {name}")])
     # Accelerate 1.15, utils/launch.py: with several processes and no GPUs it starts one script, and sets only the
     # address.
     if "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ:
-        what = (
+        message = (
             "accelerate launch has set MASTER_ADDR but no RANK: on the CPU it starts one process whatever "
             "--num_processes says; start with torchrun --nproc-per-node N, or for a single rank with python"
         )
-        raise ConfigError([Problem("", what)])
+        raise ConfigError([Problem("", message)])

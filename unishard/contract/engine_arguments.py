@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, Key
-from unishard.contract.render import WrittenDocument
+from unishard.contract.render import RenderedDocument
 from unishard.contract.rules import Rule
 
 
@@ -47,7 +47,7 @@ class EngineArguments(Protocol):
         """
         ...
 
-    def write(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> WrittenDocument:
+    def write(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> RenderedDocument:
         """What a training script without unishard hands to the engine for the same training. Pure.
 
         Args:

@@ -135,7 +135,7 @@ class Entry(NamedTuple):
 
     @property
     def as_it_is(self) -> str:
-        """The name under which `WrittenDocument.fields` says that another document has the key as it is."""
+        """The name under which `RenderedDocument.fields` says that another document has the key as it is."""
         return f"{'beside' if self.supplied else 'key'}.{self.key}"
 
     @property
@@ -200,11 +200,11 @@ def interpret(
     assumed = {key: row.tool_default for key, row in keys.items() if row.tool_default is not NOTHING} | dict(
         defaults or {}
     )
-    said = {key: value for path, value in values.items() if (key := _key(path))}
-    given = DocumentValues(
+    by_key = {key: value for path, value in values.items() if (key := _key(path))}
+    document_values = DocumentValues(
         {
             key: AUTO if auto and (is_placeholder(value) or is_template_word(value)) else value
-            for key, value in said.items()
+            for key, value in by_key.items()
         },
         assumed,
         topology,
@@ -213,7 +213,7 @@ def interpret(
     for path, value in values.items():
         key = _key(path)
         if key in keys:
-            effect = _check_copied(_read(keys[key], value, given), value, tool, (accepts or {}).get(key))
+            effect = _check_copied(_read(keys[key], value, document_values), value, tool, (accepts or {}).get(key))
         elif key in blocks:
             effect = _not_a_block(key, value, keys)
         else:
@@ -224,8 +224,8 @@ def interpret(
             effect = _unknown(tool, overlooked, hint)
         entries.append(Entry(path, value, effect))
     for key, value in assumed.items():
-        if key not in given and key in keys:
-            entries.append(Entry(tuple(key.split(".")), value, _read(keys[key], value, given), assumed=True))
+        if key not in document_values and key in keys:
+            entries.append(Entry(tuple(key.split(".")), value, _read(keys[key], value, document_values), assumed=True))
     return entries
 
 
@@ -262,14 +262,14 @@ def _not_a_block(key: str, value: Any, keys: Mapping[str, Key]) -> KeyEffect:
     return KeyEffect(Fit.UNSUPPORTED, f"must be a mapping of keys ({known}), got {shown(value)}; write them below it")
 
 
-def _read(row: Key, value: Any, given: DocumentValues) -> KeyEffect:
+def _read(row: Key, value: Any, document: DocumentValues) -> KeyEffect:
     try:
-        effect = row.read(value, given)
+        effect = row.read(value, document)
     except Unreadable as error:
         # A key may also depend on another that holds one, which the message names then.
-        word = (error.word,) if isinstance(error, TemplateWord) else ()
-        if found := placeholders_in(value) or placeholders_in(str(error)) or word:
-            return _filled_in(row, found)
+        template_word = (error.word,) if isinstance(error, TemplateWord) else ()
+        if placeholders := placeholders_in(value) or placeholders_in(str(error)) or template_word:
+            return _filled_in(row, placeholders)
         effect = KeyEffect(Fit.UNSUPPORTED, str(error))
     if effect.fit is Fit.UNSUPPORTED and row.fields:
         return effect._replace(decides=tuple(row.fields.split(", ")))

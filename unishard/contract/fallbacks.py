@@ -177,5 +177,5 @@ def rows(*own: Mapping[str, Rule], without: Collection[str] = ()) -> dict[str, R
         own: Rows of the table; of two for one field, the last counts.
         without: Fields that another table says.
     """
-    found = dict(FALLBACKS) | {path: row for table in own for path, row in table.items()}
-    return {path: found[path] for path, _ in leaves(Config) if path not in without}
+    rules = dict(FALLBACKS) | {path: row for table in own for path, row in table.items()}
+    return {path: rules[path] for path, _ in leaves(Config) if path not in without}

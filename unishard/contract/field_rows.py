@@ -24,8 +24,8 @@ def when_default(path: str, note: str = "") -> When:
     """The case in which a field has the schema's default, which asks for nothing."""
     default = value_at(_DEFAULT, path)
     empty = not default and isinstance(default, list | tuple | dict)
-    word = "empty" if empty else f"{default:g}" if isinstance(default, float) else shown(default).strip("'\"")
-    return unless(word, lambda cfg: bool(value_at(cfg, path) == default), note)
+    value = "empty" if empty else f"{default:g}" if isinstance(default, float) else shown(default).strip("'\"")
+    return unless(value, lambda cfg: bool(value_at(cfg, path) == default), note)
 
 
 def _nothing(cfg: Config, topology: Topology) -> Native:
@@ -132,18 +132,18 @@ def moved_together(key: str, to: Setting) -> dict[str, Rule]:
         key: The flag.
         to: Writes it, if either is to lie there.
     """
-    other = {
+    notes = {
         "params": f"{key} moves the optimizer's state as well, and its step to the host",
         "optimizer": f"{key} moves the parameters as well, which are copied to the device for each use",
     }
-    return {f"offload.{what}": _moved(what, key, to, note) for what, note in other.items()}
+    return {f"offload.{what}": _moved(what, key, to, note) for what, note in notes.items()}
 
 
-def _moved(what: str, key: str, to: Setting, note: str) -> Rule:
-    rest = "optimizer" if what == "params" else "params"
+def _moved(part: str, key: str, to: Setting, note: str) -> Rule:
+    rest = "optimizer" if part == "params" else "params"
     return exact(
         key,
-        When("nvme", lambda cfg: getattr(cfg.offload, what) == "nvme", Fit.UNSUPPORTED, NO_FILES),
+        When("nvme", lambda cfg: getattr(cfg.offload, part) == "nvme", Fit.UNSUPPORTED, NO_FILES),
         When(
             f"cpu without offload.{rest}: cpu", lambda cfg: getattr(cfg.offload, rest) != "cpu", Fit.APPROXIMATE, note
         ),

@@ -36,20 +36,20 @@ def boolean(value: Any) -> bool:
     """
     if isinstance(value, bool):
         return value
-    word = str(value).strip().lower()
-    if word not in _BOOLEANS:
+    lowered = str(value).strip().lower()
+    if lowered not in _BOOLEANS:
         raise _unreadable("true or false", value, "one of the two")
-    return _BOOLEANS[word]
+    return _BOOLEANS[lowered]
 
 
 def number(low: float = -math.inf, high: float = math.inf) -> Convert:
     """Reads a finite number in these bounds, also from text such as `1e-5`."""
 
     def convert(value: Any) -> float:
-        found = _float(value)
-        if found is None or not low <= found <= high:
+        parsed = _float(value)
+        if parsed is None or not low <= parsed <= high:
             raise _unreadable(f"a number{_bounds(low, high)}", value)
-        return found
+        return parsed
 
     return convert
 
@@ -58,19 +58,19 @@ def integer(low: float = -math.inf, high: float = math.inf) -> Convert:
     """Reads a whole number in these bounds, also from text and from a float such as 5e8."""
 
     def convert(value: Any) -> int:
-        found = _float(value)
-        if found is None or found != int(found) or not low <= found <= high:
+        parsed = _float(value)
+        if parsed is None or parsed != int(parsed) or not low <= parsed <= high:
             raise _unreadable(f"a whole number{_bounds(low, high)}", value)
         try:
-            return int(found if isinstance(value, float) else value)  # digits beyond a float's stay
+            return int(parsed if isinstance(value, float) else value)  # digits beyond a float's stay
         except ValueError:  # text such as 5e8
-            return int(found)
+            return int(parsed)
 
     return convert
 
 
-def _unreadable(what: str, value: Any, write: str = "one") -> Unreadable:
-    message = f"must be {what}, got {shown(value)}; write {write}"
+def _unreadable(expected: str, value: Any, write: str = "one") -> Unreadable:
+    message = f"must be {expected}, got {shown(value)}; write {write}"
     return TemplateWord(message, value) if is_template_word(value) else Unreadable(message)
 
 
@@ -78,10 +78,10 @@ def _float(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        found = float(value)
+        parsed = float(value)
     except (ValueError, OverflowError):
         return None
-    return found if math.isfinite(found) else None
+    return parsed if math.isfinite(parsed) else None
 
 
 def _bounds(low: float, high: float) -> str:
@@ -113,20 +113,20 @@ def listed(value: Any) -> list[str]:
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise Unreadable(f"must be a list of names, got {shown(value)}; write [A, B]")
-    found = [name.strip() for name in names if name.strip()]
-    if not found:
+    stripped = [name.strip() for name in names if name.strip()]
+    if not stripped:
         raise Unreadable("must name something; remove the key or write a name")
-    return found
+    return stripped
 
 
 def one_of(words: Mapping[str, Any]) -> Convert:
     """Reads one of these words, in any case, as the value that stands beside it."""
 
     def convert(value: Any) -> Any:
-        word = str(value).strip().lower()
-        if word not in words:
+        choice = str(value).strip().lower()
+        if choice not in words:
             raise Unreadable(f"must be one of {', '.join(words)}, got {shown(value)}; write one of them")
-        return words[word]
+        return words[choice]
 
     return convert
 
@@ -153,7 +153,7 @@ def sets(
         copy_verbatim: Whether the key is repeated where the document is written in its own format again.
     """
 
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         if auto and value == AUTO:
             return KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {auto}", {field: Undecided(auto)})
         return KeyEffect(fit, note, {field: convert(value)}, copy_verbatim=copy_verbatim)
@@ -161,7 +161,7 @@ def sets(
     return Key(read, field, fit, note, tool_default)
 
 
-def broadcast_buffers(value: Any, given: DocumentValues) -> KeyEffect:
+def broadcast_buffers(value: Any, document: DocumentValues) -> KeyEffect:
     """The argument of DistributedDataParallel that sends rank 0's buffers before each forward."""
     if not boolean(value):
         return KeyEffect(fields={"training.buffers": "local"})
@@ -182,7 +182,7 @@ def drops(why: str, *, tool_default: Any = NOTHING, unknown: bool = False) -> Ke
         unknown: Whether the tool has no such key.
     """
     return Key(
-        lambda value, given: KeyEffect(Fit.IGNORED, why, copy_verbatim=True, unknown=unknown),
+        lambda value, document: KeyEffect(Fit.IGNORED, why, copy_verbatim=True, unknown=unknown),
         "",
         Fit.IGNORED,
         why,
@@ -192,7 +192,7 @@ def drops(why: str, *, tool_default: Any = NOTHING, unknown: bool = False) -> Ke
 
 def rejected(why: str) -> Key:
     """A key that its own tool refuses today, so that nothing is lost without it."""
-    return Key(lambda value, given: KeyEffect(Fit.IGNORED, why, rejected_upstream=True), "", Fit.IGNORED, why)
+    return Key(lambda value, document: KeyEffect(Fit.IGNORED, why, rejected_upstream=True), "", Fit.IGNORED, why)
 
 
 def refuses(why: str, off: Callable[[Any], bool] | None = None) -> Key:
@@ -203,7 +203,7 @@ def refuses(why: str, off: Callable[[Any], bool] | None = None) -> Key:
         off: Whether a value switches it off, so that nothing is lost.
     """
 
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         if off is not None and off(value):
             return left_out("is off")
         return KeyEffect(Fit.UNSUPPORTED, why)
@@ -220,4 +220,4 @@ def own(key: str, convert: Convert, fit: Fit, note: str) -> Key:
         fit: What is lost with another engine: `ignored` for what affects only time, memory or logs.
         note: Why.
     """
-    return Key(lambda value, given: KeyEffect(fit, note, native={key: convert(value)}), "", fit, note)
+    return Key(lambda value, document: KeyEffect(fit, note, native={key: convert(value)}), "", fit, note)

@@ -125,7 +125,7 @@ class ModelShape:
     @cached_property
     def by_unit(self) -> tuple[tuple[ParameterShape, ...], ...]:
         """The parameters of each unit, and last those of the root."""
-        found: list[list[ParameterShape]] = [[] for _ in range(len(self.units) + 1)]
+        parameters: list[list[ParameterShape]] = [[] for _ in range(len(self.units) + 1)]
         for parameter in self.parameters:
-            found[parameter.unit].append(parameter)
-        return tuple(map(tuple, found))
+            parameters[parameter.unit].append(parameter)
+        return tuple(map(tuple, parameters))

@@ -170,8 +170,8 @@ class TorchOptimizerState:
         place = self._shard_of(parameter)
         shape = place.shape if place.group is None else (-1,)
         own = {key: value.to_local() if isinstance(value, DTensor) else value for key, value in tensors.items()}
-        found = {key: place._replace(values=value.view(shape)) for key, value in own.items()}
-        return found | {key: Shard(torch.Size(()), number) for key, number in numbers.items()}
+        shards = {key: place._replace(values=value.view(shape)) for key, value in own.items()}
+        return shards | {key: Shard(torch.Size(()), number) for key, number in numbers.items()}
 
     @torch.no_grad()
     def make(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
@@ -196,11 +196,13 @@ def _kinds(optimizer: Any, state: Mapping[str, Any], shape: torch.Size) -> Keys:
     numbers = {name: value for name, value in state.items() if name not in tensors and name not in nothing}
     for name, value in numbers.items():
         if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)):
-            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            description = (
+                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            )
             raise CheckpointError(
-                f"the state {name!r} of {type(optimizer).__name__} is {what}, neither in the parameter's shape nor one "
-                "number, so it "
-                "cannot be sharded with the parameter; use an optimizer with element-wise state, such as AdamW"
+                f"the state {name!r} of {type(optimizer).__name__} is {description}, neither in the parameter's shape "
+                "nor one number, so it cannot be sharded with the parameter; use an optimizer with element-wise state, "
+                "such as AdamW"
             )
     return Keys({name: value.dtype for name, value in tensors.items()}, numbers, nothing)
 

@@ -98,15 +98,15 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _exists(name: str) -> bool:
     module, _, path = name.partition(":")
     try:
-        found: Any = import_module(module)
+        target: Any = import_module(module)
     except ImportError:
         return False
     for part in path.split("."):
-        if not hasattr(found, part):
-            return isinstance(found, type) and part in _assigned(
-                found.__mro__
+        if not hasattr(target, part):
+            return isinstance(target, type) and part in _assigned(
+                target.__mro__
             )  # an attribute of its instances ends the path
-        found = getattr(found, part)
+        target = getattr(target, part)
     return True
 
 

@@ -36,8 +36,8 @@ def available(group: str = GROUP) -> dict[str, EntryPoint]:
         BackendError: Two distributions offer the same name.
     """
     installed = {name: points.select(group=group) for name, points in _installed().items()}
-    found = [point for points in installed.values() for point in points]
-    return select(found if installed.get("unishard") else [*found, *_checkout(group)])
+    entry_points = [point for points in installed.values() for point in points]
+    return select(entry_points if installed.get("unishard") else [*entry_points, *_checkout(group)])
 
 
 @cache
@@ -52,8 +52,8 @@ def _installed() -> Mapping[str, EntryPoints]:
     return {name: distribution(name).entry_points for name in offering}
 
 
-def _offers(one: Distribution) -> bool:
-    text = one.read_text("entry_points.txt") or ""
+def _offers(candidate: Distribution) -> bool:
+    text = candidate.read_text("entry_points.txt") or ""
     return any(group in text for group in _KINDS)
 
 
@@ -63,16 +63,16 @@ def select(points: Iterable[EntryPoint]) -> dict[str, EntryPoint]:
     Raises:
         BackendError: Two distributions offer the same name.
     """
-    found: dict[str, EntryPoint] = {}
+    selected: dict[str, EntryPoint] = {}
     for point in points:
-        other = found.setdefault(point.name, point)
+        first = selected.setdefault(point.name, point)
         # A distribution's own point is compared only with another one: asking for its name parses its metadata.
-        if other is not point and (_distribution(other), other.value) != (_distribution(point), point.value):
+        if first is not point and (_distribution(first), first.value) != (_distribution(point), point.value):
             raise BackendError(
-                f"{_KINDS[point.group]} {point.name!r} is offered twice: {other.value} by {_distribution(other)} and "
+                f"{_KINDS[point.group]} {point.name!r} is offered twice: {first.value} by {_distribution(first)} and "
                 f"{point.value} by {_distribution(point)}; uninstall one of the two"
             )
-    return dict(sorted(found.items()))
+    return dict(sorted(selected.items()))
 
 
 def _distribution(point: EntryPoint) -> str:

@@ -29,7 +29,7 @@ class FieldResult(NamedTuple):
     note: str
 
 
-class WrittenDocument(NamedTuple):
+class RenderedDocument(NamedTuple):
     """A config in the words of an engine or a format."""
 
     document: Native
@@ -39,7 +39,7 @@ class WrittenDocument(NamedTuple):
 
 def render(
     rules: Mapping[str, Rule], cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()
-) -> WrittenDocument:
+) -> RenderedDocument:
     """What a table of rules makes of a config. Pure; imports no engine.
 
     Args:
@@ -53,7 +53,7 @@ def render(
     for path, row in rules.items():
         fragment, fields[path] = _render_field(path, row, cfg, topology, undecided=path in undecided)
         document = merge(document, fragment)
-    return WrittenDocument(document, fields)
+    return RenderedDocument(document, fields)
 
 
 def _render_field(

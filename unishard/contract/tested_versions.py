@@ -24,11 +24,11 @@ def is_tested(version: str, versions: Iterable[str]) -> bool:
 
 def tested(backends: Iterable[Backend]) -> dict[str, tuple[str, ...]]:
     """For each package, the versions tested with every backend that needs it, oldest first."""
-    found: dict[str, tuple[str, ...]] = {}
+    versions_of: dict[str, tuple[str, ...]] = {}
     for backend in backends:
         for package, versions in backend.tested.items():
-            found[package] = tuple(one for one in found.get(package, versions) if one in versions)
-    return found
+            versions_of[package] = tuple(one for one in versions_of.get(package, versions) if one in versions)
+    return versions_of
 
 
 def span(versions: Sequence[str]) -> str:

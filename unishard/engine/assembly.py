@@ -27,13 +27,13 @@ from unishard.engine.guards.inplace_writes import InplaceWrites
 from unishard.engine.guards.late_unfreezing import LateUnfreezing
 from unishard.engine.guards.mixed_positions import MixedPositions
 from unishard.engine.guards.other_parameters import OtherParameters
-from unishard.engine.guards.outside_batches import OutsideBatches
+from unishard.engine.guards.parameter_writes import ParameterWrites
 from unishard.engine.guards.reached_parameters import ReachedParameters
 from unishard.engine.guards.recomputed_attention import RecomputedAttention
 from unishard.engine.guards.skipped_updates import SkippedUpdates
 from unishard.engine.guards.unfit_loss import UnfitLoss
+from unishard.engine.guards.unshared_data import UnsharedData
 from unishard.engine.guards.unweighed_loss import UnweighedLoss
-from unishard.engine.guards.written_parameters import WrittenParameters
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.evaluation import Evaluation
@@ -96,7 +96,7 @@ def training_guards(
     plan: RunPlan,
     order: CallOrder,
     trainable: Trainable,
-    outside: OutsideBatches,
+    unshared_data: UnsharedData,
     shown: Shown,
     sequences: SplitSequences | None,
 ) -> list[Guard]:
@@ -114,7 +114,7 @@ def training_guards(
         DividedLoss(plan.loop.gradient_accumulation_steps),
         ForeignBackward(adapter, order),
         SkippedUpdates(),
-        outside,
+        unshared_data,
         *([] if sequences is None else _of_sequences(adapter, sequences)),
     ]
     if order.compares_ranks:
@@ -133,7 +133,7 @@ def _of_shards(adapter: EngineAdapter, plan: RunPlan, order: CallOrder) -> list[
     inner = [*units.values(), *(unit.module for unit in adapter.gathered_modules() if unit.module is not module)]
     classes = plan.model.classes
     named = {f"{name} ({classes[name]})" if name else plan.model.name: part for name, part in eager.items()}
-    written = WrittenParameters(module, order)
+    written = ParameterWrites(module, order)
     return [
         written,
         GatheredParameters(eager, written),

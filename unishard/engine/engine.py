@@ -27,7 +27,7 @@ from unishard.engine.entering import entered
 from unishard.engine.framework import Framework
 from unishard.engine.gradients import Gradients
 from unishard.engine.guards.edited_gradients import Shown
-from unishard.engine.guards.outside_batches import OutsideBatches
+from unishard.engine.guards.unshared_data import UnsharedData
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers
@@ -89,14 +89,14 @@ class Engine(OtherNames, Process):
             self._observers,
             warn,
         )
-        self._outside = OutsideBatches(lambda: self._batching.training.open, order, warn)
+        self._unshared_data = UnsharedData(lambda: self._batching.training.open, order, warn)
         trainable, tensors = Trainable(module), StateTensors(adapter, training)
         self._accumulation: Accumulation | None = None
         shown: Shown = {}
         if training is None or plan.optimizer is None:
             module.eval()
         else:
-            guards = training_guards(training, plan, order, trainable, self._outside, shown, sequences)
+            guards = training_guards(training, plan, order, trainable, self._unshared_data, shown, sequences)
             self._accumulation = training_windows(training, plan.optimizer, plan, order, self._observers, guards)
         self._checkpoints = SaveAndLoad(
             Run(
@@ -147,7 +147,7 @@ class Engine(OtherNames, Process):
                 with self._order.forwarding():
                     return self.module(*args, **kwargs)
             if self._accumulation is None or not self.module.training:
-                self._outside.skip()
+                self._unshared_data.skip()
                 return self._evaluation.run("forward", args, kwargs)
             if self._evaluation.lockstep_open is not None:
                 raise ContractError(

@@ -96,8 +96,8 @@ def prepare(
         EngineMismatchError: The backend's engine does not match the config.
     """
     expect_config(cfg)
-    if said := launched.unused():
-        warnings.warn(said, UserWarning, stacklevel=2)
+    if message := launched.unused():
+        warnings.warn(message, UserWarning, stacklevel=2)
     _require_unwrapped(model)
     with as_no_grad(), _group(cfg.communication) as topology:
         _agree(fingerprint_of(model, cfg, topology, optimizer, train=train))
@@ -129,8 +129,8 @@ def _group(communication: Communication) -> Iterator[Topology]:
 def _agree(fingerprint: Fingerprint) -> None:
     """Check that all ranks have the same arguments, so that later errors are raised on every rank. Collective."""
     collective_check.check_now("unishard.prepare")
-    for what, facts in fingerprint._asdict().items():
-        agreement.agree(facts, what)
+    for subject, facts in fingerprint._asdict().items():
+        agreement.agree(facts, subject)
 
 
 def _free_closed_engines() -> None:

@@ -53,9 +53,9 @@ class Fingerprint(NamedTuple):
 
 def fingerprint_of(model: nn.Module, cfg: Config, topology: Topology, optimizer: object, *, train: bool) -> Fingerprint:
     """What must be equal on all ranks. Raises nothing."""
-    said = {path: value_at(cfg, path) for path, _ in leaves(Config) if not path.startswith("launch.")}  # by host
+    values = {path: value_at(cfg, path) for path, _ in leaves(Config) if not path.startswith("launch.")}  # by host
     return Fingerprint(
-        said | {"ranks that share one copy": shard_group_size(cfg, topology)},
+        values | {"ranks that share one copy": shard_group_size(cfg, topology)},
         {"train": train} | model_facts.description_of(model),
         optimizers.description_of(optimizer, model),
     )
@@ -181,10 +181,10 @@ def setup_of(
     )
 
 
-def _require_none(**given: object) -> None:
+def _require_none(**arguments: object) -> None:
     problems = [
         Problem(name, "was passed to prepare with train=False, which does no updates; remove it")
-        for name, value in given.items()
+        for name, value in arguments.items()
         if value is not None
     ]
     if problems:

@@ -74,25 +74,25 @@ def verify(placement: Placement, expected: ExpectedPlacement, device: torch.devi
     """
     everywhere = torch.tensor(placement.master_numel, dtype=torch.int64, device=device)
     dist.all_reduce(everywhere)
-    found: list[tuple[str, Any, Any]] = []
+    rows: list[tuple[str, Any, Any]] = []
     if placement.engine != expected.engine:
-        found.append(("engine", expected.engine, placement.engine))
+        rows.append(("engine", expected.engine, placement.engine))
     if set(placement.units) != set(expected.units) and (expected.has_units or placement.units):
-        found.append(("sharded units", _listed(expected.units), _listed(placement.units)))
+        rows.append(("sharded units", _listed(expected.units), _listed(placement.units)))
     if placement.master_dtypes != expected.master_dtypes:
         wanted, got = _listed(sorted(expected.master_dtypes)), _listed(sorted(placement.master_dtypes))
-        found.append(("dtype of the master weights", wanted, got))
+        rows.append(("dtype of the master weights", wanted, got))
     if placement.master_numel > expected.master_numel:
         most = f"at most {expected.master_numel:,} elements"
-        found.append(("master weights on this rank", most, f"{placement.master_numel:,}"))
+        rows.append(("master weights on this rank", most, f"{placement.master_numel:,}"))
     if int(everywhere) < expected.all_masters:
         least = f"at least {expected.all_masters:,} elements"
-        found.append(("master weights on all ranks", least, f"{int(everywhere):,}"))
+        rows.append(("master weights on all ranks", least, f"{int(everywhere):,}"))
     if placement.param_bytes > expected.param_bytes:
         most = f"at most {expected.param_bytes:,} bytes"
-        found.append(("parameters on this rank", most, f"{placement.param_bytes:,}"))
+        rows.append(("parameters on this rank", most, f"{placement.param_bytes:,}"))
     differences: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(differences, [f"{what}: expected {expected}, got {got}" for what, expected, got in found])
+    dist.all_gather_object(differences, [f"{what}: expected {expected}, got {got}" for what, expected, got in rows])
     where: dict[str, list[str]] = {}
     for rank, lines in enumerate(differences):
         for line in lines:

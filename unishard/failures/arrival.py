@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unishard.config.launchers import life
+from unishard.config.launchers import restart_prefix
 from unishard.config.rendezvous import rendezvous, store_of_launcher
 from unishard.config.topology import Topology
 from unishard.distributed import serving
@@ -190,4 +190,4 @@ def _store(topology: Topology, method: str, host: str, port: int, timeout: timed
             time.sleep(_POLL)
     store = serving.connect(method, topology.rank, topology.world_size, timeout, f"{host}:{port}")
     # Ranks that torchrun has started anew would find addresses of those that are gone.
-    return dist.PrefixStore(life(), store) if life() else store  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
+    return dist.PrefixStore(restart_prefix(), store) if restart_prefix() else store  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__

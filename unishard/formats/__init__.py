@@ -3,7 +3,7 @@
     a file            open it: plain data, and the line of each key                  source.py
     Source            read it: what each key says (`Entry`), and the config          format.py, reading.py
     ReadDocument      write that in another tool's words, field by field             the format's folder
-    WrittenDocument   read that back: what it means otherwise                        readback.py
+    RenderedDocument   read that back: what it means otherwise                        readback.py
     Difference        report: what became of each key (`Item`), and what no key says  items.py
     Outcome           the text, and the report on it                                 translating.py
 

@@ -10,8 +10,8 @@ from unishard.contract import registry
 from unishard.contract.entries import Path
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats.format import Format
+from unishard.formats.markers import Coverage, by_markers, has
 from unishard.formats.other_tools import OtherTool, named
-from unishard.formats.signs import Explained, by_signs, has
 from unishard.formats.source import Source, open_named
 
 _HYDRA = ("hydra", "_target_")
@@ -46,18 +46,18 @@ def get(name: str) -> Format:
         ConfigError: There is no such format.
     """
     if name in _REMOVED and name not in NAMES:
-        what = (
+        message = (
             f"configs of {_REMOVED[name]} are not translated any more; for what still is of one, leave --from out; "
             "for TrainingArguments, write --to hf"
         )
-        raise ConfigError([Problem("", what)])
+        raise ConfigError([Problem("", message)])
     try:
         return cast(Format, registry.load(registry.FORMATS, name))
     except BackendError as error:
         raise ConfigError([Problem("", str(error))]) from None
 
 
-def written() -> tuple[str, ...]:
+def writable() -> tuple[str, ...]:
     """The formats by the word after `--to`: all but those that are only read."""
     return tuple(name for name in NAMES if not getattr(get(name), "read_only", False))
 
@@ -70,11 +70,11 @@ def target(name: str) -> Format:
     """
     format_ = get(name)
     if getattr(format_, "read_only", False):
-        what = (
+        message = (
             f"configs of {format_.tool} are read and never written; {format_.instead}, or write --to "
-            f"{', '.join(written())}"
+            f"{', '.join(writable())}"
         )
-        raise ConfigError([Problem(f"--to {name}", what)])
+        raise ConfigError([Problem(f"--to {name}", message)])
     return format_
 
 
@@ -93,10 +93,10 @@ def chosen(source: Source, from_: str | None) -> tuple[Format, Source]:
 
 def _as_asked(source: Source) -> Source:
     """A document that is read as a format that was named, with a warning where its keys name another tool."""
-    found = named(source.data)
-    if found is None:
+    other_tool = named(source.data)
+    if other_tool is None:
         return source
-    tool, keys = found
+    tool, keys = other_tool
     doubt = f"has keys of {tool.name} ({', '.join(keys)}), which may assume other values where the file is silent"
     return source._replace(warnings=(*source.warnings, doubt))
 
@@ -114,15 +114,15 @@ def block(source: Source) -> InnerConfig | None:
     """DeepSpeed's own config in the file of a tool that only hands it on, whose other keys unishard does not read, or
     in the file that it names; None where there is none, or the document is one itself.
     """
-    signs = get(BLOCKS).signs
-    if signs.weight(source.data) and not named(source.data):
+    markers = get(BLOCKS).markers
+    if markers.weight(source.data) and not named(source.data):
         return None
-    found = [
-        InnerConfig(*one) for one in _blocks(source, (), source.data) if signs.weight(one[1].data) >= _ENOUGH_INSIDE
+    candidates = [
+        InnerConfig(*one) for one in _blocks(source, (), source.data) if markers.weight(one[1].data) >= _ENOUGH_INSIDE
     ]
-    if not found:
+    if not candidates:
         return None
-    first, *others = found
+    first, *others = candidates
     differ = [one.key for one in others if one.source.data != first.source.data]
     only = f"only {first.key} is read; what the other keys say is not translated"
     also = [
@@ -154,46 +154,46 @@ def _named(source: Source, name: str) -> Source | None:
 
 
 def recognise(source: Source) -> Format:
-    """The format that a document is in: one whose signs it has, and which knows most of its keys.
+    """The format that a document is in: one whose markers it has, and which knows most of its keys.
 
     Raises:
         ConfigError: It is in none of them, or as likely in one as in another.
     """
-    if what := _foreign(source):
-        raise ConfigError([Problem("", what, source.name)])
+    if message := _foreign(source):
+        raise ConfigError([Problem("", message, source.name)])
     weights = _weights(source.data)
     likely = sorted((name for name in NAMES if weights[name] >= _ENOUGH), key=lambda name: -weights[name])
-    explained = {name: _explained(name, source) for name in likely}
-    known = [name for name in likely if explained[name].most]
+    coverage = {name: _coverage(name, source) for name in likely}
+    known = [name for name in likely if coverage[name].most]
     rivals = [name for name in known if weights[name] == weights[known[0]]]
     if len(rivals) > 1:
-        best = max(explained[name].share for name in rivals)
-        rivals = [name for name in rivals if explained[name].share == best]
+        best = max(coverage[name].share for name in rivals)
+        rivals = [name for name in rivals if coverage[name].share == best]
     if len(rivals) == 1:
         return get(rivals[0])
     keys = ", ".join(list(source.data)[:5]) or "none"
     if rivals:
-        what = (
+        message = (
             f"matches several formats: {', '.join(rivals)} (its keys: {keys}); name one with `unishard translate "
             "--from`"
         )
     elif likely:
-        unknown = explained[likely[0]].unknown
-        what = (
+        unknown = coverage[likely[0]].unknown
+        message = (
             f"resembles a config of {get(likely[0]).tool}, which does not know most of its keys "
             f"({', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}); if it is one: `unishard translate "
             f"--from {likely[0]}`"
         )
     else:
         hint = _or_as(source) or f"; name one with `unishard translate --from`: {', '.join(NAMES)}"
-        what = f"matches no known format (its keys: {keys}){hint}"
-    raise ConfigError([Problem("", what, source.name)])
+        message = f"matches no known format (its keys: {keys}){hint}"
+    raise ConfigError([Problem("", message, source.name)])
 
 
 def _foreign(source: Source) -> str:
     """Why a document is none that unishard reads, if its keys name another tool; empty otherwise."""
-    if found := named(source.data):
-        tool, keys = found
+    if other_tool := named(source.data):
+        tool, keys = other_tool
         return (
             f"is a config of {tool.name} ({', '.join(keys)}), which unishard does not read; {instead(tool, source)}; "
             "if it is not one, name its format with `unishard translate --from`"
@@ -236,10 +236,10 @@ def _or_as(source: Source) -> str:
     )
 
 
-def _explained(name: str, source: Source) -> Explained:
+def _coverage(name: str, source: Source) -> Coverage:
     format_ = get(name)
-    by_sign = by_signs(format_.signs.keys, source.data)
-    return by_sign if by_sign.most else format_.explained(source)
+    by_marker = by_markers(format_.markers.keys, source.data)
+    return by_marker if by_marker.most else format_.coverage(source)
 
 
 def loudest(source: Source) -> tuple[str, int]:
@@ -256,9 +256,11 @@ def loudly_of_hydra(source: Source) -> bool:
 
 def mentions(text: str) -> bool:
     """Whether a text that cannot be read has a key that speaks for a format."""
-    loud = (key for name in NAMES for key, weight in get(name).signs.keys.items() if weight >= _LOUD and "." not in key)
+    loud = (
+        key for name in NAMES for key, weight in get(name).markers.keys.items() if weight >= _LOUD and "." not in key
+    )
     return re.search(rf"\b({'|'.join(dict.fromkeys(loud))})[\"']?\s*[:=]", text) is not None
 
 
 def _weights(data: Mapping[str, Any]) -> dict[str, int]:
-    return {name: get(name).signs.weight(data) for name in NAMES}
+    return {name: get(name).markers.weight(data) for name in NAMES}

@@ -43,8 +43,8 @@ def compare(a: ReadDocument, b: ReadDocument) -> tuple[Difference, ...]:
     paths = dict.fromkeys(
         [path for path, _ in leaves(Config) if path != "native"] + [path for side in sides for path in side]
     )
-    found = (Difference(path, sides[0].get(path, _SILENT), sides[1].get(path, _SILENT)) for path in paths)
-    return tuple(difference for difference in found if not _same(difference))
+    differences = (Difference(path, sides[0].get(path, _SILENT), sides[1].get(path, _SILENT)) for path in paths)
+    return tuple(difference for difference in differences if not _same(difference))
 
 
 NOT_SAID = "not said"
@@ -68,18 +68,18 @@ def _open(side: Side) -> bool:
 
 def _sides(reading: ReadDocument) -> dict[str, Side]:
     deciders = dict(_deciders(reading))
-    found = {}
+    sides = {}
     for path, _ in leaves(Config):
         if path == "native":
             continue
         value = value_at(reading.config, path)
         if path in reading.undecided:
-            found[path] = Side(None, reading.undecided[path].who, said=False)
+            sides[path] = Side(None, reading.undecided[path].who, said=False)
         elif path in reading.decided:
-            found[path] = _decided(value, path, deciders.get(path), reading)
+            sides[path] = _decided(value, path, deciders.get(path), reading)
         else:
-            found[path] = Side(value, NOT_SAID, said=False)
-    return found | dict(_native(reading))
+            sides[path] = Side(value, NOT_SAID, said=False)
+    return sides | dict(_native(reading))
 
 
 def _deciders(reading: ReadDocument) -> Iterator[tuple[str, Entry]]:

@@ -27,12 +27,12 @@ def with_effects(outcome: Outcome, whole: ReadDocument) -> Outcome:
         for name in _with_blocks(key):
             within.setdefault(name, []).append(entry)
 
-    def said(key: str) -> list[Entry]:
+    def entries_of(key: str) -> list[Entry]:
         """What a key says: its entry and those below it, or that of the block around it which is one value."""
         return within.get(key) or [own[name] for name in _with_blocks(key) if name in own]
 
     return outcome._replace(
-        dropped=tuple(one._replace(effect=_effect(said(one.key), outcome)) for one in outcome.dropped)
+        dropped=tuple(one._replace(effect=_effect(entries_of(one.key), outcome)) for one in outcome.dropped)
     )
 
 

@@ -43,16 +43,16 @@ def drop_entries(entries: Iterable[Entry], patterns: Sequence[str]) -> tuple[lis
     """The entries, those that match said to be left out: of a file that the document names, or of a key that it lacks
     and needs.
     """
-    found, dropped, wanted = [], [], _Patterns.of(patterns)
+    kept, dropped, wanted = [], [], _Patterns.of(patterns)
     for entry in entries:
         refused = entry.effect.fit is Fit.UNSUPPORTED
         pattern = wanted.match(entry.path) if refused or not entry.assumed else None
         if pattern is None:
-            found.append(entry)
+            kept.append(entry)
             continue
         dropped.append(DroppedKey(entry.key, entry.value, None, pattern))
-        found.append(entry._replace(effect=KeyEffect(Fit.IGNORED, f"dropped (--drop {pattern})")))
-    return found, dropped
+        kept.append(entry._replace(effect=KeyEffect(Fit.IGNORED, f"dropped (--drop {pattern})")))
+    return kept, dropped
 
 
 def check_used(patterns: Iterable[str], dropped: Iterable[DroppedKey], source: Source) -> None:
@@ -64,8 +64,8 @@ def check_used(patterns: Iterable[str], dropped: Iterable[DroppedKey], source: S
     used = {one.pattern for one in dropped}
     unused = [pattern for pattern in patterns if pattern not in used]
     if unused:
-        what = "matches no key; name one as the report does, such as zero_optimization.stage3_*"
-        raise ConfigError([Problem(f"--drop {pattern}", what, source.name) for pattern in unused])
+        message = "matches no key; name one as the report does, such as zero_optimization.stage3_*"
+        raise ConfigError([Problem(f"--drop {pattern}", message, source.name) for pattern in unused])
 
 
 def _without(
@@ -107,5 +107,5 @@ class _Patterns(NamedTuple):
     def match(self, path: Path) -> str | None:
         """The pattern of a path: its own key, or that of a block around it."""
         names = [".".join(path[: at + 1]) for at in range(len(path))]
-        found = next((name for name in names if name in self.keys), None)
-        return found or next((pattern for pattern in self.globs for name in names if fnmatchcase(name, pattern)), None)
+        exact = next((name for name in names if name in self.keys), None)
+        return exact or next((pattern for pattern in self.globs for name in names if fnmatchcase(name, pattern)), None)

@@ -17,8 +17,8 @@ from unishard.contract.entries import Entry, KeyEffect, Path
 from unishard.contract.rules import Fit, worst
 
 
-class Spot(NamedTuple):
-    """Where a document says something."""
+class SourceKey(NamedTuple):
+    """A key of a document that says an argument of an engine, with what it says."""
 
     path: Path
     value: Any
@@ -46,15 +46,15 @@ class EngineBlock:
     repeats: bool = False
     """Whether a document in its own format again has every argument that says nothing in the config's words; otherwise
     those that the engine's table would keep."""
-    spots: dict[str, tuple[Spot, ...]] = field(default_factory=dict)
+    source_keys: dict[str, tuple[SourceKey, ...]] = field(default_factory=dict)
 
-    def add(self, key: str, value: Any, *spots: Spot) -> None:
-        """An argument by its dotted key. Several may have one spot; without one, nothing is said of it."""
+    def add(self, key: str, value: Any, *source_keys: SourceKey) -> None:
+        """An argument by its dotted key. Some share a key of the document; without one, nothing is said of it."""
         self.native = merge(self.native, nested({key: value}))
-        self.spots[key] = spots
+        self.source_keys[key] = source_keys
 
     def entries(self, *, defaults: Mapping[str, Any] | None = None, topology: Topology | None = None) -> list[Entry]:
-        """What the arguments say, one entry for each spot, and one for each default that must be said.
+        """What the arguments say, one entry for each key of the document, and one for each default that must be said.
 
         Args:
             defaults: What the tool assumes where it is silent, by dotted key.
@@ -68,57 +68,57 @@ class EngineBlock:
 
     def placed(self, entries: Iterable[Entry]) -> list[Entry]:
         """The engine's entries at the places of the document."""
-        found: dict[Path, list[KeyEffect]] = {}
-        spots: dict[Path, Spot] = {}
+        effects: dict[Path, list[KeyEffect]] = {}
+        source_keys: dict[Path, SourceKey] = {}
         for entry in entries:
-            places = self._spots(entry)
+            places = self._source_keys(entry)
             effect = entry.effect
             if places and entry.assumed and not (effect.fields or effect.native or effect.fit is Fit.UNSUPPORTED):
                 continue  # a default of the engine beside what is said, which decides nothing
             if places is None:
-                places = (Spot((*self.base, *self.names.get(entry.key, entry.path)), entry.value, entry.assumed),)
-            for spot in places:
-                spots.setdefault(spot.path, spot)
-                found.setdefault(spot.path, []).append(effect)
-        return [combined(spots[path], meanings, repeats=self.repeats) for path, meanings in found.items()]
+                places = (SourceKey((*self.base, *self.names.get(entry.key, entry.path)), entry.value, entry.assumed),)
+            for source_key in places:
+                source_keys.setdefault(source_key.path, source_key)
+                effects.setdefault(source_key.path, []).append(effect)
+        return [combined(source_keys[path], meanings, repeats=self.repeats) for path, meanings in effects.items()]
 
-    def _spots(self, entry: Entry) -> tuple[Spot, ...] | None:
+    def _source_keys(self, entry: Entry) -> tuple[SourceKey, ...] | None:
         above = (".".join(entry.path[:length]) for length in range(len(entry.path), 0, -1))
-        found = next((self.spots[key] for key in above if key in self.spots), None)
-        if found is not None:
-            return found
+        own = next((self.source_keys[key] for key in above if key in self.source_keys), None)
+        if own is not None:
+            return own
         # The engine has one row for a whole block, such as `activation_checkpointing`.
-        below = (spots for key, spots in self.spots.items() if key.startswith(f"{entry.key}."))
-        return tuple(spot for spots in below for spot in spots) or None
+        below = (source_keys for key, source_keys in self.source_keys.items() if key.startswith(f"{entry.key}."))
+        return tuple(source_key for source_keys in below for source_key in source_keys) or None
 
 
-def combined(spot: Spot, meanings: Iterable[KeyEffect], *, repeats: bool = False) -> Entry:
-    """One entry for what several arguments say at one spot.
+def combined(source_key: SourceKey, meanings: Iterable[KeyEffect], *, repeats: bool = False) -> Entry:
+    """One entry for what several arguments say at one key of a document.
 
     Args:
-        spot: Where.
+        source_key: The key.
         meanings: What they say. The worst fit counts, with its notes; what is only left out does not, beside what says
             something.
         repeats: Whether the key is repeated if it says nothing, whatever the engine's table says.
     """
-    found = list(meanings)
-    telling = [one for one in found if one.fields or one.native or one.fit is not Fit.IGNORED] or found
-    said = [*telling, KeyEffect(spot.fit, spot.note, spot.fields)]
-    fit = worst(*(one.fit for one in said))
-    notes = dict.fromkeys(one.note for one in said if one.note and one.fit is fit)
-    fields = {name: value for one in said for name, value in one.fields.items()}
-    native = {name: value for one in said for name, value in one.native.items()}
+    effects = list(meanings)
+    telling = [one for one in effects if one.fields or one.native or one.fit is not Fit.IGNORED] or effects
+    all_effects = [*telling, KeyEffect(source_key.fit, source_key.note, source_key.fields)]
+    fit = worst(*(one.fit for one in all_effects))
+    notes = dict.fromkeys(one.note for one in all_effects if one.note and one.fit is fit)
+    fields = {name: value for one in all_effects for name, value in one.fields.items()}
+    native = {name: value for one in all_effects for name, value in one.native.items()}
     silent = fit is Fit.IGNORED and not fields and not native
-    kept = (repeats and silent) or (bool(found) and all(one.copy_verbatim for one in found))
+    kept = (repeats and silent) or (bool(effects) and all(one.copy_verbatim for one in effects))
     unknown, notable = (
-        bool(found) and all(one.unknown for one in found),
-        spot.notable or any(one.notable for one in found),
+        bool(effects) and all(one.unknown for one in effects),
+        source_key.notable or any(one.notable for one in effects),
     )
-    elsewhere = {name: value for one in said for name, value in one.if_other_engine.items()}
+    elsewhere = {name: value for one in all_effects for name, value in one.if_other_engine.items()}
     decides: tuple[str, ...] = ()
     if fit is Fit.UNSUPPORTED:
-        decides = tuple(dict.fromkeys(name for one in said for name in (*one.decides, *one.fields)))
+        decides = tuple(dict.fromkeys(name for one in all_effects for name in (*one.decides, *one.fields)))
         fields, native, elsewhere = {}, {}, {}
-    stale = any(one.rejected_upstream for one in found)
+    stale = any(one.rejected_upstream for one in effects)
     effect = KeyEffect(fit, "; ".join(notes), fields, native, kept, elsewhere, unknown, notable, decides, stale)
-    return Entry(spot.path, spot.value, effect, spot.assumed)
+    return Entry(source_key.path, source_key.value, effect, source_key.assumed)

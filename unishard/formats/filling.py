@@ -58,12 +58,12 @@ def filled(
     supplied, dropped = _with_recipe(open_supplied(with_, reading.source.folder), reading).without(drop)
     ranks = topology or _ranks(reading, supplied) or reading.topology
     supplied = _fitted(supplied, reading)._replace(topology=ranks)
-    own, given = read_together(reading, supplied, same=same)
-    unknown = tuple(dict.fromkeys(entry.key for entry in given if entry.effect.unknown))
-    own = _opened(own, given)
-    given += [] if same else supplied.started
-    own, noted = _with_launcher(own, given, reading, supplied, same=same)
-    entries = [*own, *counting(own, given, reading, _changed(overrides), same=same), *noted]
+    own, added = read_together(reading, supplied, same=same)
+    unknown = tuple(dict.fromkeys(entry.key for entry in added if entry.effect.unknown))
+    own = _opened(own, added)
+    added += [] if same else supplied.started
+    own, noted = _with_launcher(own, added, reading, supplied, same=same)
+    entries = [*own, *counting(own, added, reading, _changed(overrides), same=same), *noted]
     entries, further = drop_entries(_with_whole_batch(entries, ranks), drop)
     complete = assemble(
         reading.format, reading.source, entries, overrides=overrides, topology=ranks, fills_auto=reading.fills_auto
@@ -81,22 +81,22 @@ def _with_recipe(supplied: Supplied, reading: ReadDocument) -> Supplied:
         return supplied
     if reading.format not in RECIPES:
         return supplied.with_recipe()
-    what = f"starts the training with {supplied.recipe}, not with {reading.source.name}; translate that file"
-    raise ConfigError([Problem("", what, supplied.name)])
+    message = f"starts the training with {supplied.recipe}, not with {reading.source.name}; translate that file"
+    raise ConfigError([Problem("", message, supplied.name)])
 
 
 def _ranks(reading: ReadDocument, supplied: Supplied) -> Topology | None:
     """The ranks that a document or what is beside it asks for."""
-    own, other = catalog.get(reading.format).ranks(reading.source), supplied.topology
-    if reading.format == "accelerate" and other:
-        return other  # `accelerate launch --num_processes` takes precedence over its file
-    if own and other and own.world_size != other.world_size:
-        what = (
-            f"{own.world_size} ranks here, {other.world_size} in {supplied.name}; correct one of them, or add "
+    own, theirs = catalog.get(reading.format).ranks(reading.source), supplied.topology
+    if reading.format == "accelerate" and theirs:
+        return theirs  # `accelerate launch --num_processes` takes precedence over its file
+    if own and theirs and own.world_size != theirs.world_size:
+        message = (
+            f"{own.world_size} ranks here, {theirs.world_size} in {supplied.name}; correct one of them, or add "
             "--world-size N"
         )
-        raise ConfigError([Problem("", what, reading.source.name)])
-    return own or other
+        raise ConfigError([Problem("", message, reading.source.name)])
+    return own or theirs
 
 
 def _fitted(supplied: Supplied, reading: ReadDocument) -> Supplied:
@@ -106,11 +106,13 @@ def _fitted(supplied: Supplied, reading: ReadDocument) -> Supplied:
         ConfigError: It is a config of DeepSpeed, and the document names an engine.
     """
     if supplied.format == "deepspeed" and not engine_is_open(reading.entries):
-        what = "is a config of DeepSpeed, for TrainingArguments that name no engine; give --with what the script gets"
-        raise ConfigError([Problem("", what, supplied.name)])
+        message = (
+            "is a config of DeepSpeed, for TrainingArguments that name no engine; give --with what the script gets"
+        )
+        raise ConfigError([Problem("", message, supplied.name)])
     if reading.format == "accelerate":
-        said = {key: value for key, value in supplied.values.items() if key not in supplied.options}
-        return supplied._replace(values=said)
+        unlaunched = {key: value for key, value in supplied.values.items() if key not in supplied.options}
+        return supplied._replace(values=unlaunched)
     if reading.format in RECIPES and supplied.format not in RECIPES:
         values = {} if supplied.format == "accelerate" else supplied.values
         return supplied._replace(values=values, format=reading.format)
@@ -118,7 +120,7 @@ def _fitted(supplied: Supplied, reading: ReadDocument) -> Supplied:
 
 
 def _with_launcher(
-    own: list[Entry], given: Sequence[Entry], reading: ReadDocument, supplied: Supplied, *, same: bool
+    own: list[Entry], added: Sequence[Entry], reading: ReadDocument, supplied: Supplied, *, same: bool
 ) -> tuple[list[Entry], list[Entry]]:
     """The entries of a document with those of the launcher, and notes on what stays with the launcher."""
     if reading.format == "accelerate" and same:
@@ -127,7 +129,7 @@ def _with_launcher(
         return own, []
     if same:
         return own, launcher_config.staying(supplied)
-    return launcher_config.decided(own, given, supplied, reading), []
+    return launcher_config.decided(own, added, supplied, reading), []
 
 
 def _changed(overrides: Iterable[str]) -> frozenset[str]:
@@ -139,10 +141,12 @@ def _with_whole_batch(entries: Sequence[Entry], ranks: Topology | None) -> list[
     """The entries, with the product that transformers fills in where every factor is known; no other tool takes the
     word.
     """
-    said = {field: value for entry in entries for field, value in entry.effect.fields.items() if isinstance(value, int)}
-    if not said.keys() >= set(_FACTORS):
+    values = {
+        field: value for entry in entries for field, value in entry.effect.fields.items() if isinstance(value, int)
+    }
+    if not values.keys() >= set(_FACTORS):
         return list(entries)
-    product = ranks and math.prod(said[field] for field in _FACTORS) * ranks.world_size
+    product = ranks and math.prod(values[field] for field in _FACTORS) * ranks.world_size
     ignored = KeyEffect(Fit.IGNORED, "the product of the other two and the ranks", rejected_upstream=True)
     effect = KeyEffect(fields={_WHOLE: product}) if product else ignored
     return [
@@ -151,13 +155,15 @@ def _with_whole_batch(entries: Sequence[Entry], ranks: Topology | None) -> list[
     ]
 
 
-def _opened(own: Iterable[Entry], given: Sequence[Entry]) -> list[Entry]:
+def _opened(own: Iterable[Entry], added: Sequence[Entry]) -> list[Entry]:
     """The entries; a word `auto` that the tool itself would replace leaves the value to the arguments."""
-    said = {field for entry in given if not entry.assumed for field in entry.effect.fields}
-    return [_left_open(entry, said) if entry.value == AUTO else entry for entry in own]
+    fields = {field for entry in added if not entry.assumed for field in entry.effect.fields}
+    return [_left_open(entry, fields) if entry.value == AUTO else entry for entry in own]
 
 
-def _left_open(entry: Entry, said: Collection[str]) -> Entry:
+def _left_open(entry: Entry, decided: Collection[str]) -> Entry:
     effect = entry.effect
-    fields = {field: Undecided("the arguments") if field in said else value for field, value in effect.fields.items()}
+    fields = {
+        field: Undecided("the arguments") if field in decided else value for field, value in effect.fields.items()
+    }
     return entry._replace(effect=effect._replace(fields=fields))

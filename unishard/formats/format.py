@@ -1,4 +1,4 @@
-"""What a format of a tool offers: signs by which it is recognized, tables, a reader and a writer."""
+"""What a format of a tool offers: markers by which it is recognized, tables, a reader and a writer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, Key, Path
-from unishard.contract.render import WrittenDocument
+from unishard.contract.render import RenderedDocument
 from unishard.contract.rules import Rule
 from unishard.errors import ConfigError
 from unishard.formats.documents import yaml_text
 from unishard.formats.launching import Launch
+from unishard.formats.markers import Coverage, Markers, by_entries
 from unishard.formats.reading import ReadDocument, assemble
-from unishard.formats.signs import Explained, Signs, by_entries
 from unishard.formats.source import Source
 
 
@@ -32,7 +32,7 @@ class Format:
     """Who reads such files, with the version that the tables describe, such as `Accelerate 1.15.0`."""
     suffix: str = ".yaml"
     """Of its files."""
-    signs: Signs = Signs({})
+    markers: Markers = Markers({})
     """What speaks for it in a document. Every format is asked for them, so they import no tables: see `Deferred`."""
     keys: Mapping[str, Key] = {}
     """Its own keys, dotted; those that it hands on to an engine stand in that engine's table."""
@@ -57,12 +57,12 @@ class Format:
         entries = self.entries(source, topology)
         return assemble(self.name, source, entries, overrides=overrides, topology=topology, fills_auto=self.fills_auto)
 
-    def explained(self, source: Source) -> Explained:
+    def coverage(self, source: Source) -> Coverage:
         """How much of a document the format knows, by which it is recognized."""
         try:
             return by_entries(self.read(source).entries)
         except ConfigError:
-            return Explained(1.0)  # whoever reads it gets the error
+            return Coverage(1.0)  # whoever reads it gets the error
 
     def ranks(self, source: Source) -> Topology | None:
         """The ranks that a document asks for; None if it does not say."""
@@ -86,7 +86,7 @@ class Format:
         """What must be added to a document before its tool takes it; empty for nothing."""
         return ""
 
-    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
+    def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """The document that says `reading.config`, and what became of each field. Pure."""
         raise NotImplementedError
 
@@ -100,12 +100,12 @@ class Deferred:
 
     Args:
         name: Of the format, and of its folder.
-        signs: What speaks for it.
+        markers: What speaks for it.
         read_only: Whether its files are read and never written.
     """
 
-    def __init__(self, name: str, signs: Signs, *, read_only: bool = False) -> None:
-        self.name, self.signs, self.read_only = name, signs, read_only
+    def __init__(self, name: str, markers: Markers, *, read_only: bool = False) -> None:
+        self.name, self.markers, self.read_only = name, markers, read_only
 
     @cached_property
     def _format(self) -> Any:

@@ -9,7 +9,7 @@ from unishard.config import value_at
 from unishard.config.loading.placeholders import placeholder
 from unishard.config.nested import flat
 from unishard.contract.entries import Entry, KeyEffect
-from unishard.contract.render import KEPT_AUTO, LEFT_OUT, FieldResult, WrittenDocument
+from unishard.contract.render import KEPT_AUTO, LEFT_OUT, FieldResult, RenderedDocument
 from unishard.contract.rules import NO_KEY, Fit, worst
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
@@ -63,7 +63,7 @@ class Item(NamedTuple):
         return self.entry.supplied
 
 
-def item_of(entry: Entry, reading: ReadDocument, target: Format, written: WrittenDocument) -> Item:
+def item_of(entry: Entry, reading: ReadDocument, target: Format, written: RenderedDocument) -> Item:
     """What became of a key.
 
     Args:
@@ -72,37 +72,41 @@ def item_of(entry: Entry, reading: ReadDocument, target: Format, written: Writte
         target: The other format.
         written: What that makes of the config.
     """
-    word = _unless_left(_result(entry, reading, target, written), entry, reading, target, written)
+    result = _unless_left(_result(entry, reading, target, written), entry, reading, target, written)
     line = None if entry.assumed or entry.supplied else reading.source.origins.of(entry.path).line
-    return Item(entry, word.fit, word.key, word.note, line, entry.assumed and entry.effect.notable)
+    return Item(entry, result.fit, result.key, result.note, line, entry.assumed and entry.effect.notable)
 
 
-def refused_overrides(overrides: Iterable[str], reading: ReadDocument, written: WrittenDocument) -> Iterator[Item]:
+def refused_overrides(overrides: Iterable[str], reading: ReadDocument, written: RenderedDocument) -> Iterator[Item]:
     """Overrides that are not supported, of fields that no key of the document decides."""
-    said = {field for entry in reading.entries for field in entry.effect.fields}
+    fields = {field for entry in reading.entries for field in entry.effect.fields}
     for text in overrides:
         field = text.partition("=")[0].strip()
         result = written.fields.get(field)
-        if result and result.fit is Fit.UNSUPPORTED and field not in said:
+        if result and result.fit is Fit.UNSUPPORTED and field not in fields:
             effect = KeyEffect(Fit.UNSUPPORTED, result.note, decides=(field,))
             entry = Entry((f"{_SET}{field}",), value_at(reading.config, field), effect)
             yield Item(entry, result.fit, result.key, result.note)
 
 
 def _unless_left(
-    word: FieldResult, entry: Entry, reading: ReadDocument, target: Format, written: WrittenDocument
+    result: FieldResult, entry: Entry, reading: ReadDocument, target: Format, written: RenderedDocument
 ) -> FieldResult:
     """The result, which is exact for a default of the engine or a setting without a field where another tool drives the
     same engine.
     """
-    if target.name == "unishard" or word.fit not in (Fit.EQUIVALENT, Fit.APPROXIMATE) or not stays_with_engine(reading):
-        return word
+    if (
+        target.name == "unishard"
+        or result.fit not in (Fit.EQUIVALENT, Fit.APPROXIMATE)
+        or not stays_with_engine(reading)
+    ):
+        return result
     if (entry.effect.fields and not entry.assumed) or not left_to_engine(entry, written.document):
-        return word
+        return result
     return FieldResult(Fit.EXACT, "" if entry.assumed else entry.key, "the same default there" if entry.assumed else "")
 
 
-def _result(entry: Entry, reading: ReadDocument, target: Format, written: WrittenDocument) -> FieldResult:
+def _result(entry: Entry, reading: ReadDocument, target: Format, written: RenderedDocument) -> FieldResult:
     effect = entry.effect
     if as_it_is := written.fields.get(entry.as_it_is):
         return as_it_is
@@ -114,35 +118,38 @@ def _result(entry: Entry, reading: ReadDocument, target: Format, written: Writte
     if not effect.fields:
         return own or FieldResult(effect.fit, "", effect.note)
     if own is None:
-        word = _field_result(entry, reading, written)
-        silent = entry.assumed and reading.format == target.name and word.note.endswith(LEFT_OUT)
+        result = _field_result(entry, reading, written)
+        silent = entry.assumed and reading.format == target.name and result.note.endswith(LEFT_OUT)
         left = f"{effect.note}; still left to it" if effect.notable else "still left to the tool's default"
-        return FieldResult(Fit.EXACT, "", left) if silent else word
-    said = _field_result(entry.but(Fit.EXACT, ""), reading, written)
-    becomes, note = ", ".join(filter(None, (said.key, own.key))), "; ".join(filter(None, (said.note, own.note)))
-    return FieldResult(worst(said.fit, own.fit), becomes, note)
+        return FieldResult(Fit.EXACT, "", left) if silent else result
+    field_result = _field_result(entry.but(Fit.EXACT, ""), reading, written)
+    becomes, note = (
+        ", ".join(filter(None, (field_result.key, own.key))),
+        "; ".join(filter(None, (field_result.note, own.note))),
+    )
+    return FieldResult(worst(field_result.fit, own.fit), becomes, note)
 
 
-def _native_result(entry: Entry, reading: ReadDocument, written: WrittenDocument) -> FieldResult:
+def _native_result(entry: Entry, reading: ReadDocument, written: RenderedDocument) -> FieldResult:
     """What became of settings that only one engine has: exact where the document that is written holds them, or says
     that it does.
     """
     words = [_native_setting(path, reading, written) for path in entry.effect.native]
-    said = max(words, key=lambda word: word.fit.severity)
-    if said.fit is Fit.EXACT:
+    worst_result = max(words, key=lambda result: result.fit.severity)
+    if worst_result.fit is Fit.EXACT:
         return FieldResult(Fit.EXACT, ", ".join(word.key for word in words), "")
     # What is lost where the setting is dropped, the key itself says.
     own = entry.effect.fit
-    fit = own if said.fit is Fit.IGNORED else worst(own, said.fit)
-    return FieldResult(fit, "", "; ".join(dict.fromkeys(filter(None, (entry.effect.note, said.note)))))
+    fit = own if worst_result.fit is Fit.IGNORED else worst(own, worst_result.fit)
+    return FieldResult(fit, "", "; ".join(dict.fromkeys(filter(None, (entry.effect.note, worst_result.note)))))
 
 
-def _native_setting(path: str, reading: ReadDocument, written: WrittenDocument) -> FieldResult:
+def _native_setting(path: str, reading: ReadDocument, written: RenderedDocument) -> FieldResult:
     engine, _, key = path.partition(".")
     if engine != reading.config.backend:
         return FieldResult(Fit.IGNORED, "", "")
-    if said := written.fields.get(f"native.{path}"):
-        return said
+    if result := written.fields.get(f"native.{path}"):
+        return result
     held = [name for name, _ in flat(written.document) if f".{key}." in f".{name}."]
     return FieldResult(Fit.EXACT, min(held, key=len), "") if held else FieldResult(Fit.IGNORED, "", "")
 
@@ -150,12 +157,12 @@ def _native_setting(path: str, reading: ReadDocument, written: WrittenDocument) 
 _SAID = FieldResult(Fit.EXACT, "", "")
 
 
-def _left_to_the_tool(field: str, written: WrittenDocument) -> bool:
+def _left_to_the_tool(field: str, written: RenderedDocument) -> bool:
     """Whether a document says nothing of an undecided field: neither `auto` nor a placeholder."""
-    word = written.fields.get(field, _SAID)
+    result = written.fields.get(field, _SAID)
     return (
-        word.fit is Fit.NEEDS_INPUT
-        and word.note != KEPT_AUTO
+        result.fit is Fit.NEEDS_INPUT
+        and result.note != KEPT_AUTO
         and placeholder(field) not in dict(flat(written.document)).values()
     )
 
@@ -169,20 +176,22 @@ def _unknown(fields: list[str], reading: ReadDocument) -> FieldResult:
     return FieldResult(Fit.UNSUPPORTED, "", note)
 
 
-def _field_result(entry: Entry, reading: ReadDocument, written: WrittenDocument) -> FieldResult:
+def _field_result(entry: Entry, reading: ReadDocument, written: RenderedDocument) -> FieldResult:
     """Of what the key means and what the other format makes of it, the worse."""
     own = entry.effect
     left = [field for field in own.fields if field in reading.undecided]
     if missing := [field for field in left if reading.undecided[field].required and _left_to_the_tool(field, written)]:
         return _unknown(missing, reading)
     words = [written.fields[field] for field in own.fields if field in written.fields]
-    said = worst(*(word.fit for word in words))
-    fit, notes = worst(own.fit, said), [own.note] if own.fit is not Fit.EXACT or own.notable else []
+    severest = worst(*(word.fit for word in words))
+    fit, notes = worst(own.fit, severest), [own.note] if own.fit is not Fit.EXACT or own.notable else []
     if own.fit is Fit.NEEDS_INPUT:
         # Whether it must be decided now is the other format's to say.
-        fit, notes = said, notes if left and said is Fit.NEEDS_INPUT else []
-    elif said is Fit.NEEDS_INPUT:
+        fit, notes = severest, notes if left and severest is Fit.NEEDS_INPUT else []
+    elif severest is Fit.NEEDS_INPUT:
         notes += [f"{field} comes from {reading.undecided[field].who}" for field in left]
-    notes += [word.note for word in words if word.note and word.fit is not Fit.EXACT] if said is not Fit.EXACT else []
+    notes += (
+        [word.note for word in words if word.note and word.fit is not Fit.EXACT] if severest is not Fit.EXACT else []
+    )
     becomes = ", ".join(dict.fromkeys(word.key for word in words if word.key not in ("", NO_KEY)))
     return FieldResult(fit, becomes, "; ".join(dict.fromkeys(filter(None, notes))))

@@ -44,15 +44,15 @@ def _merged(reading: ReadDocument, supplied: Supplied, *, same: bool) -> tuple[l
     ]
     yielding = twice if starts and not same else []
     kept = {key: value for key, value in data.items() if key not in yielding}
-    found = catalog.get(reading.format).entries(reading.source._replace(data={**more, **kept}), supplied.topology)
-    own = [entry for entry in found if entry.path[0] in kept or (entry.assumed and entry.path[0] not in more)]
+    entries = catalog.get(reading.format).entries(reading.source._replace(data={**more, **kept}), supplied.topology)
+    own = [entry for entry in entries if entry.path[0] in kept or (entry.assumed and entry.path[0] not in more)]
     own += [
         Entry((key,), data[key], KeyEffect(Fit.IGNORED, f"{supplied.place(key)} says {shown(more[key])}"))
         for key in yielding
     ]
-    given = [supplied.placed(entry) for entry in found if entry.path[0] in more and entry.path[0] not in kept]
+    added = [supplied.placed(entry) for entry in entries if entry.path[0] in more and entry.path[0] not in kept]
     left = (key for key in twice if key not in yielding)
-    return own, [*given, *(_stays(key, supplied) if starts else _clash(key, reading, supplied) for key in left)]
+    return own, [*added, *(_stays(key, supplied) if starts else _clash(key, reading, supplied) for key in left)]
 
 
 def _stays(key: str, supplied: Supplied) -> Entry:
@@ -71,23 +71,23 @@ def _beside(reading: ReadDocument, supplied: Supplied, *, same: bool) -> tuple[l
     engine, where = catalog.get(reading.format).for_trainer(reading.source)
     values = {key: value for key, value in supplied.values.items() if key not in _ENGINES}
     whole = supplied.format in RECIPES
-    found = supplied.entries({**values, **(engine if whole or not supplied.format else {})}, reading.source)
-    given = [supplied.placed(entry) for entry in found if entry.path[0] not in _ENGINES]
-    given = [
+    entries = supplied.entries({**values, **(engine if whole or not supplied.format else {})}, reading.source)
+    added = [supplied.placed(entry) for entry in entries if entry.path[0] not in _ENGINES]
+    added = [
         _of_the_loop(entry, of_launcher=not whole and bool(supplied.format))
-        for entry in given
+        for entry in added
         if whole or not entry.assumed
     ]
-    said, switch = launcher_config.as_launched(reading, supplied, whole=whole, same=same)
+    launched, switch = launcher_config.as_launched(reading, supplied, whole=whole, same=same)
     if switch:
-        given = [entry for entry in given if entry.path != (switch,)] + ([_stays(switch, supplied)] if same else [])
+        added = [entry for entry in added if entry.path != (switch,)] + ([_stays(switch, supplied)] if same else [])
     if not whole or where is None:
-        return said, given
+        return launched, added
     inner = {
-        (*where, *entry.path[1:]): entry for entry in found if entry.path[0] == _ENGINES[0] and len(entry.path) > 1
+        (*where, *entry.path[1:]): entry for entry in entries if entry.path[0] == _ENGINES[0] and len(entry.path) > 1
     }
-    own = [_again(entry, inner[entry.path], supplied, where) if entry.path in inner else entry for entry in said]
-    return own, given
+    own = [_again(entry, inner[entry.path], supplied, where) if entry.path in inner else entry for entry in launched]
+    return own, added
 
 
 def _of_the_loop(entry: Entry, *, of_launcher: bool) -> Entry:
@@ -113,7 +113,7 @@ def _again(entry: Entry, filled_in: Entry, supplied: Supplied, where: Path) -> E
     named = next((name for name in names if name in supplied.values), None)
     place = (supplied.place(named) if named else supplied.default) if names else ""
     if refused and place:
-        what, _, instead = filled_in.effect.note.partition(";")
-        return entry._replace(effect=filled_in.effect._replace(note=f"{what} ({place});{instead}"))
+        message, _, instead = filled_in.effect.note.partition(";")
+        return entry._replace(effect=filled_in.effect._replace(note=f"{message} ({place});{instead}"))
     known = entry.value == AUTO and filled_in.effect.fit is not Fit.NEEDS_INPUT
     return entry._replace(effect=filled_in.effect, place=place if known else "")

@@ -30,9 +30,9 @@ _MOST_DIGITS = 400
 class BrokenJson(ValueError):
     """The text is not JSON, even read leniently."""
 
-    def __init__(self, what: str, line: int) -> None:
-        super().__init__(what)
-        self.what, self.line = what, line
+    def __init__(self, message: str, line: int) -> None:
+        super().__init__(message)
+        self.what, self.line = message, line
 
 
 def looks_like_json(text: str) -> bool:
@@ -89,7 +89,7 @@ class _Reader:
         return self._number(keys)
 
     def _object(self, keys: tuple[str | int, ...]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         for _ in self._items("}"):
             if self._text[self._at : self._at + 1] != '"':
                 raise self._broken("a key in double quotes is needed here; put the name in double quotes")
@@ -100,18 +100,18 @@ class _Reader:
             self._at += 1
             self._skip()
             here = (*keys, key)
-            if key in found:
+            if key in members:
                 first = self.origins.of(here).line
                 self._find(here, f"is written twice, first on line {first}; keep one of the two", line)
             self.origins.add(here, Origin(self._name, line))
-            found.setdefault(key, self._value(here))
-        return found
+            members.setdefault(key, self._value(here))
+        return members
 
     def _list(self, keys: tuple[str | int, ...]) -> list[Any]:
-        found: list[Any] = []
+        elements: list[Any] = []
         for index in self._items("]"):
-            found.append(self._value((*keys, index)))
-        return found
+            elements.append(self._value((*keys, index)))
+        return elements
 
     def _items(self, end: str) -> Any:
         """Stops at each item up to the closing bracket, and goes past the commas between them."""
@@ -152,21 +152,21 @@ class _Reader:
         return str(text)
 
     def _number(self, keys: tuple[str | int, ...]) -> Any:
-        if found := _NUMBER.match(self._text, self._at):
-            self._at = found.end()
-            whole, fraction, exponent = found.groups()
-            if len(found.group()) > _MOST_DIGITS:
+        if number := _NUMBER.match(self._text, self._at):
+            self._at = number.end()
+            whole, fraction, exponent = number.groups()
+            if len(number.group()) > _MOST_DIGITS:
                 self._find(
                     keys, f"has more than {_MOST_DIGITS} digits; write a number that a setting can have", self._here()
                 )
                 return 0
-            return float(found.group()) if fraction or exponent else int(whole)
-        word = _WORD.match(self._text, self._at)
-        if word and word.group() in _WORDS:
-            self._at = word.end()
-            return _WORDS[word.group()]
+            return float(number.group()) if fraction or exponent else int(whole)
+        name = _WORD.match(self._text, self._at)
+        if name and name.group() in _WORDS:
+            self._at = name.end()
+            return _WORDS[name.group()]
         near = self._text[self._at : self._at + 20].partition("\n")[0]
-        meant = _PYTHONS.get(word.group()) if word else None
+        meant = _PYTHONS.get(name.group()) if name else None
         raise self._broken(
             f"no value begins with {near!r}; {f'write {meant}' if meant else 'put text in double quotes'}"
         )
@@ -189,11 +189,11 @@ class _Reader:
         self._counted = at
         return self._line
 
-    def _broken(self, what: str) -> BrokenJson:
-        return BrokenJson(what, self._here())
+    def _broken(self, message: str) -> BrokenJson:
+        return BrokenJson(message, self._here())
 
-    def _problem(self, keys: tuple[str | int, ...], what: str) -> ConfigError:
-        return ConfigError([Problem(".".join(map(str, keys)), what, str(Origin(self._name, self._here())))])
+    def _problem(self, keys: tuple[str | int, ...], message: str) -> ConfigError:
+        return ConfigError([Problem(".".join(map(str, keys)), message, str(Origin(self._name, self._here())))])
 
-    def _find(self, keys: tuple[str | int, ...], what: str, line: int) -> None:
-        self.problems.append(Problem(".".join(map(str, keys)), what, str(Origin(self._name, line))))
+    def _find(self, keys: tuple[str | int, ...], message: str, line: int) -> None:
+        self.problems.append(Problem(".".join(map(str, keys)), message, str(Origin(self._name, line))))

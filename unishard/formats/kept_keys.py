@@ -7,11 +7,11 @@ from typing import Any
 
 from unishard.config.nested import Native, merge
 from unishard.contract.entries import Path, Undecided
-from unishard.contract.render import WrittenDocument
+from unishard.contract.render import RenderedDocument
 from unishard.formats.reading import ReadDocument
 
 
-def kept_keys(reading: ReadDocument, written: WrittenDocument, renamed: Mapping[Path, tuple[str, Any]]) -> Native:
+def kept_keys(reading: ReadDocument, written: RenderedDocument, renamed: Mapping[Path, tuple[str, Any]]) -> Native:
     """These keys, but for those that the tool has renamed: it refuses both names.
 
     Args:

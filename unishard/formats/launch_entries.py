@@ -117,13 +117,13 @@ def _rendezvous_id(text: str, launch: Launch) -> KeyEffect:
 
 
 def _rendezvous_options(text: str, launch: Launch) -> KeyEffect:
-    found = dict(part.partition("=")[::2] for part in text.split(",") if "=" in part)
-    if not found:
+    options = dict(part.partition("=")[::2] for part in text.split(",") if "=" in part)
+    if not options:
         return _open(text, "launch.rendezvous_options")
     return KeyEffect(
         fields={
             "launch.rendezvous_options": {
-                key: int(value) if value.isdecimal() else value for key, value in found.items()
+                key: int(value) if value.isdecimal() else value for key, value in options.items()
             }
         }
     )

@@ -72,11 +72,11 @@ def launch_line(command: str) -> LaunchLine:
     """
     words = _words(command)
     settings: dict[str, str] = {}
-    for at, word in enumerate(words):
-        name, equals, value = word.partition("=")
+    for at, argument in enumerate(words):
+        name, equals, value = argument.partition("=")
         if equals and name.isidentifier():
             settings[name] = value
-        elif start := _started(word, words[at + 1 :]):
+        elif start := _started(argument, words[at + 1 :]):
             launcher, behind = start
             options, script = ({}, behind) if launcher in _IS_SCRIPT else options_of(behind)
             arguments = script if launcher in _IS_SCRIPT else _behind_script(script)
@@ -92,8 +92,10 @@ def _words(command: str) -> list[str]:
     """
     text = command.strip().replace("\\\n", " ")
     if syntax := _SHELL.search(_QUOTED.sub(_expanding, text)):
-        found = "a second line" if syntax.group() == "\n" else f"{syntax.group().strip()!r}, which only a shell reads"
-        raise _error(f"has {found}; write the one command that trains, with its values")
+        obstacle = (
+            "a second line" if syntax.group() == "\n" else f"{syntax.group().strip()!r}, which only a shell reads"
+        )
+        raise _error(f"has {obstacle}; write the one command that trains, with its values")
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -106,13 +108,13 @@ def _expanding(quoted: re.Match[str]) -> str:
     return "".join(re.findall(r"(?<!\\)\$[\w({]+|(?<!\\)`", text)) if text.startswith('"') else ""
 
 
-def _error(what: str) -> ConfigError:
-    return ConfigError([Problem("", what, COMMAND)])
+def _error(message: str) -> ConfigError:
+    return ConfigError([Problem("", message, COMMAND)])
 
 
-def _started(word: str, following: Sequence[str]) -> tuple[str, list[str]] | None:
+def _started(argument: str, following: Sequence[str]) -> tuple[str, list[str]] | None:
     """The launcher that a word is, and what follows it."""
-    name, behind = PurePath(word).name, list(following)
+    name, behind = PurePath(argument).name, list(following)
     if name in _SUBCOMMANDS:
         return (name, behind[1:]) if behind and behind[0] in _SUBCOMMANDS[name] else None
     if name in ("deepspeed", "torchrun"):
@@ -131,15 +133,15 @@ def options_of(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The launcher's options at the beginning of words, each with its value, and the words from the first that is
     none.
     """
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     at = 0
     while at < len(words) and words[at].startswith("-"):
         name, equals, value = words[at].partition("=")
         key = name.lstrip("-").replace("-", "_")
         takes = not equals and key not in _FLAGS and at + 1 < len(words)
-        found[key] = words[at + 1] if takes else value if equals else "true"
+        options[key] = words[at + 1] if takes else value if equals else "true"
         at += 2 if takes else 1
-    return found, list(words[at:])
+    return options, list(words[at:])
 
 
 def _behind_script(words: Sequence[str]) -> list[str]:
@@ -162,12 +164,12 @@ def script_arguments(words: Sequence[str]) -> Mapping[str, Any]:
         at += 1
         if named is None:
             continue
-        given = [named.group(2)] if named.group(2) is not None else []
+        texts = [named.group(2)] if named.group(2) is not None else []
         while at < len(words) and not _NAME.fullmatch(words[at]):
-            given += [words[at]] if named.group(2) is None else []
+            texts += [words[at]] if named.group(2) is None else []
             at += 1
-        found = [value_of_word(text) for text in given]
-        values[named.group(1).replace("-", "_")] = True if not found else found[0] if len(found) == 1 else found
+        parsed = [value_of_word(text) for text in texts]
+        values[named.group(1).replace("-", "_")] = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
     return values
 
 

@@ -24,24 +24,24 @@ _ENGINE_STAYS = (
 )
 
 
-def decided(own: list[Entry], given: Sequence[Entry], supplied: Supplied, reading: ReadDocument) -> list[Entry]:
+def decided(own: list[Entry], added: Sequence[Entry], supplied: Supplied, reading: ReadDocument) -> list[Entry]:
     """TrainingArguments with the launcher's engine, where there is one.
 
     Args:
         reading: The document.
         own: The entries of the document.
-        given: Those of what is beside it, which count more than the launcher's config.
+        added: Those of what is beside it, which count more than the launcher's config.
         supplied: What is beside it.
     """
     if supplied.launcher is None:
         return [_replicated(entry, supplied) if leaves_engine(entry) else entry for entry in own]
-    said = {field for entry in given if not entry.assumed for field in entry.effect.fields}
-    switches = {entry.key: entry for entry in (*given, *own) if not entry.assumed}
+    fields = {field for entry in added if not entry.assumed for field in entry.effect.fields}
+    switches = {entry.key: entry for entry in (*added, *own) if not entry.assumed}
     values = {key: entry.value for key, entry in switches.items()}
     switch = _switched(supplied.launcher.data.get(_PRECISION), values)
     place = (switches[switch].place or reading.source.origins.of(switch)) if switch else ""
     return [entry for entry in own if not leaves_engine(entry) and entry.key != (switch or None)] + [
-        _without(entry, said)._replace(place=_place(entry, supplied.launcher, str(place), switch), supplied=True)
+        _without(entry, fields)._replace(place=_place(entry, supplied.launcher, str(place), switch), supplied=True)
         for entry in _switching(supplied.launcher, supplied.topology, switch, str(place))
     ]
 
@@ -60,12 +60,12 @@ def _place(entry: Entry, file: Source, place: str, switch: str) -> str:
     return "default of Accelerate" if entry.assumed else str(file.origins.of(entry.path))
 
 
-def _without(entry: Entry, said: Collection[str]) -> Entry:
+def _without(entry: Entry, decided_fields: Collection[str]) -> Entry:
     """The entry without what the command or the arguments say otherwise about the processes."""
     fields = {
         field: value
         for field, value in entry.effect.fields.items()
-        if field not in said or not field.startswith("launch.")
+        if field not in decided_fields or not field.startswith("launch.")
     }
     return entry._replace(effect=entry.effect._replace(fields=fields))
 
@@ -112,12 +112,12 @@ def _options(reading: ReadDocument, supplied: Supplied) -> dict[str, Any]:
     }
 
 
-def _same_file(own: Any, other: Any, reading: ReadDocument) -> bool:
+def _same_file(own: Any, theirs: Any, reading: ReadDocument) -> bool:
     """Whether two values name one file that is there."""
-    if not (isinstance(own, str) and isinstance(other, str)):
+    if not (isinstance(own, str) and isinstance(theirs, str)):
         return False
-    one, two = (find_named(name, reading.source.folder) for name in (own, other))
-    return bool(one and two and one.samefile(two))
+    first, second = (find_named(name, reading.source.folder) for name in (own, theirs))
+    return bool(first and second and first.samefile(second))
 
 
 _PRECISION = "mixed_precision"
@@ -181,7 +181,7 @@ def _switching(file: Source, ranks: Topology | None, switch: str, place: str) ->
     return [Entry((_PRECISION,), file.data[_PRECISION], _yields(place, switch)), *moved]
 
 
-def _switched(said: Any, values: Mapping[str, Any]) -> str:
+def _switched(choice: Any, values: Mapping[str, Any]) -> str:
     """The precision that is switched on, where the config says another."""
     switch = next((word for word in ("fp16", "bf16") if values.get(word) is True), "")
-    return "" if said is None or str(said).lower() == switch else switch
+    return "" if choice is None or str(choice).lower() == switch else switch

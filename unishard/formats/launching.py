@@ -65,14 +65,14 @@ _Options = Mapping[str, str]
 
 def launch_of(line: LaunchLine) -> tuple[Topology | None, Launch]:
     """The ranks of a command, where it says how many, and what it says about the processes."""
-    said, settings = line.options, line.settings
+    options, settings = line.options, line.settings
     match line.launcher:
         case "torchrun":
-            launch = _of_torchrun(said)
+            launch = _of_torchrun(options)
         case "deepspeed":
-            launch = _of_deepspeed(said)
+            launch = _of_deepspeed(options)
         case "accelerate":
-            launch = _of_accelerate(said)
+            launch = _of_accelerate(options)
         case "llamafactory-cli":
             place = (settings.get("NODE_RANK"), settings.get("MASTER_ADDR"), settings.get("MASTER_PORT"))
             launch = Launch(_number(settings.get("NNODES", "1")), _number(settings.get("NPROC_PER_NODE")), *place)
@@ -83,9 +83,9 @@ def launch_of(line: LaunchLine) -> tuple[Topology | None, Launch]:
         launch = replace(launch, devices=devices)
     if launch.processes is None and launch.devices and line.launcher == "deepspeed":
         launch = replace(launch, processes=launch.devices.count(",") + 1)
-    restarts = said.get("max_restarts", "0")
+    restarts = options.get("max_restarts", "0")
     launch = replace(launch, max_restarts=int(restarts) if restarts.isdecimal() else 0)
-    return _ranks(launch), replace(launch, environment=_environment(said, settings, launch))
+    return _ranks(launch), replace(launch, environment=_environment(options, settings, launch))
 
 
 def with_hosts(launch: Launch, hosts: Mapping[str, int]) -> tuple[Topology | None, Launch]:
@@ -94,56 +94,56 @@ def with_hosts(launch: Launch, hosts: Mapping[str, int]) -> tuple[Topology | Non
     """
     first, slots = next(iter(hosts.items()))
     nodes = min(launch.nodes, len(hosts)) if isinstance(launch.nodes, int) else len(hosts)
-    each = min(launch.processes, slots) if isinstance(launch.processes, int) else slots
-    found = replace(launch, nodes=nodes, processes=each, address=launch.address or first)
-    return _ranks(found), found
+    per_node = min(launch.processes, slots) if isinstance(launch.processes, int) else slots
+    placed = replace(launch, nodes=nodes, processes=per_node, address=launch.address or first)
+    return _ranks(placed), placed
 
 
-def _environment(said: _Options, settings: _Options, launch: Launch) -> dict[str, str]:
-    found = {
+def _environment(options: _Options, settings: _Options, launch: Launch) -> dict[str, str]:
+    variables = {
         name: value for name, value in settings.items() if _VARIABLES.fullmatch(name) and not placeholders_in(value)
     }
-    threads = said.get("num_cpu_threads_per_process", "")
-    found |= {_THREADS: threads} if threads.isdecimal() else {}
-    found |= {_DEVICES: launch.devices} if launch.devices and not placeholders_in(launch.devices) else {}
-    return found
+    threads = options.get("num_cpu_threads_per_process", "")
+    variables |= {_THREADS: threads} if threads.isdecimal() else {}
+    variables |= {_DEVICES: launch.devices} if launch.devices and not placeholders_in(launch.devices) else {}
+    return variables
 
 
-def _of_torchrun(said: _Options) -> Launch:
+def _of_torchrun(options: _Options) -> Launch:
     """As torchrun assumes, one process on one node unless they are given."""
-    endpoint = said.get("rdzv_endpoint", "")
+    endpoint = options.get("rdzv_endpoint", "")
     host, _, port = (
-        endpoint.rpartition(":") if endpoint else (said.get("master_addr", ""), "", said.get("master_port", ""))
+        endpoint.rpartition(":") if endpoint else (options.get("master_addr", ""), "", options.get("master_port", ""))
     )
     address, port = (host, port) if host or not endpoint else (endpoint, "")
-    backend = said.get("rdzv_backend", "static")
+    backend = options.get("rdzv_backend", "static")
     return Launch(
-        _number(said.get("nnodes", "1")),
-        _number(said.get("nproc_per_node", "1")),
-        said.get("node_rank"),
+        _number(options.get("nnodes", "1")),
+        _number(options.get("nproc_per_node", "1")),
+        options.get("node_rank"),
         address or None,
         port or None,
         None if backend == "static" else backend,
     )
 
 
-def _of_deepspeed(said: _Options) -> Launch:
-    hosts = said.get("hostfile", said.get("H"))
-    nodes = said.get("num_nodes", None if hosts else "1")
-    devices = _included(said.get("include", said.get("i", "")))
-    processes = said.get("num_gpus") or (str(devices.count(",") + 1) if devices else None)
-    place = (said.get("node_rank"), said.get("master_addr"), said.get("master_port"))
+def _of_deepspeed(options: _Options) -> Launch:
+    hosts = options.get("hostfile", options.get("H"))
+    nodes = options.get("num_nodes", None if hosts else "1")
+    devices = _included(options.get("include", options.get("i", "")))
+    processes = options.get("num_gpus") or (str(devices.count(",") + 1) if devices else None)
+    place = (options.get("node_rank"), options.get("master_addr"), options.get("master_port"))
     return Launch(_number(nodes), _number(processes), *place, None, devices, hosts)
 
 
-def _of_accelerate(said: _Options) -> Launch:
-    nodes, total = _number(said.get("num_machines", "1")), _number(said.get("num_processes"))
-    each = (
+def _of_accelerate(options: _Options) -> Launch:
+    nodes, total = _number(options.get("num_machines", "1")), _number(options.get("num_processes"))
+    per_node = (
         total // nodes if isinstance(nodes, int) and isinstance(total, int) and nodes and total % nodes == 0 else None
     )
-    devices = said.get("gpu_ids")
-    place = (said.get("machine_rank"), said.get("main_process_ip"), said.get("main_process_port"))
-    return Launch(nodes, each, *place, None, None if devices == "all" else devices)
+    devices = options.get("gpu_ids")
+    place = (options.get("machine_rank"), options.get("main_process_ip"), options.get("main_process_port"))
+    return Launch(nodes, per_node, *place, None, None if devices == "all" else devices)
 
 
 def _ranks(launch: Launch) -> Topology | None:

@@ -1,4 +1,4 @@
-"""Tools whose configs unishard does not read, and the signs by which each is named."""
+"""Tools whose configs unishard does not read, and the markers by which each is named."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unishard.formats.signs import Signs, weighted
+from unishard.formats.markers import Markers, weighted
 
 _ENOUGH = 4
 
@@ -17,7 +17,7 @@ class OtherTool(NamedTuple):
     """A tool whose configs unishard does not read."""
 
     name: str
-    signs: Signs
+    markers: Markers
     """The weights of its keys; those of at least 2 are in no format that unishard reads. `-` counts as `_`."""
     modules: tuple[str, ...] = ()
     """Python modules whose classes only its files name."""
@@ -29,9 +29,9 @@ class OtherTool(NamedTuple):
 
     def instead(self, data: Mapping[str, Any]) -> str:
         """What to do with a document."""
-        for key, what in self.points_to.items():
+        for key, advice in self.points_to.items():
             if value := data.get(key):
-                return what.replace("{}", value if isinstance(value, str) else key)
+                return advice.replace("{}", value if isinstance(value, str) else key)
         return self.otherwise
 
 
@@ -42,7 +42,7 @@ def tools() -> tuple[OtherTool, ...]:
     return tuple(
         OtherTool(
             one["name"],
-            Signs(
+            Markers(
                 weighted({int(weight): keys for weight, keys in one["keys"].items()}),
                 *([_unless(one["never"])] if "never" in one else []),
             ),
@@ -63,12 +63,12 @@ def named(data: Mapping[str, Any]) -> tuple[OtherTool, list[str]] | None:
     """The tool that a document speaks for, and the keys by which it is known; None if that is none of them."""
     plain = {str(key).replace("-", "_"): value for key, value in data.items()}
     classes = list(_classes(data))
-    weights = [tool.signs.weight(plain) + _ENOUGH * _names(tool, classes) for tool in tools()]
+    weights = [tool.markers.weight(plain) + _ENOUGH * _names(tool, classes) for tool in tools()]
     most = max(weights)
     if most < _ENOUGH:
         return None
     tool = tools()[weights.index(most)]
-    return tool, [*tool.signs.found(plain)[:3], *(name for name in classes if name.startswith(tool.modules))][:3]
+    return tool, [*tool.markers.present(plain)[:3], *(name for name in classes if name.startswith(tool.modules))][:3]
 
 
 def _names(tool: OtherTool, classes: list[str]) -> bool:

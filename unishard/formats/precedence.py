@@ -14,20 +14,20 @@ _COMPUTE, _REDUCE = "precision.compute", "precision.reduce"
 
 
 def counting(
-    own: Sequence[Entry], given: Sequence[Entry], reading: ReadDocument, changed: Collection[str], *, same: bool
+    own: Sequence[Entry], added: Sequence[Entry], reading: ReadDocument, changed: Collection[str], *, same: bool
 ) -> Iterator[Entry]:
     """The entries of the arguments that decide what a document leaves open, and those that contradict it.
 
     Args:
         own: What the document says.
-        given: What the arguments say.
+        added: What the arguments say.
         reading: The document.
         changed: Fields that overrides decide.
         same: Whether the document is written in its own format, where only what it names is filled.
     """
     document = _Decisions(own, changed, same=same)
-    written = {field for entry in given if not entry.assumed for field in entry.effect.fields}
-    for entry in given:
+    written = {field for entry in added if not entry.assumed for field in entry.effect.fields}
+    for entry in added:
         effect = entry.effect
         if effect.unknown or (entry.assumed and written.issuperset(effect.fields)):
             continue
@@ -115,18 +115,18 @@ def _holders(own: Iterable[Entry]) -> Iterator[tuple[str, Entry]]:
                 yield field, entry
 
 
-def _contradicting(entry: Entry, other: Entry, reading: ReadDocument) -> Entry:
-    place = str(reading.source.origins.of(other.path))
+def _contradicting(entry: Entry, argument: Entry, reading: ReadDocument) -> Entry:
+    place = str(reading.source.origins.of(argument.path))
     where = f" ({place})" if place else ""
-    note = f"contradicts {other.key}, which is {shown(other.value)}{where}; make them equal, or leave one out"
+    note = f"contradicts {argument.key}, which is {shown(argument.value)}{where}; make them equal, or leave one out"
     return entry.but(Fit.UNSUPPORTED, note)
 
 
-def same_value(one: Any, other: Any) -> bool:
+def same_value(first: Any, second: Any) -> bool:
     """Whether two values are equal, as numbers if both are."""
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same_value, one, other))
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(same_value, first, second))
     try:
-        return float(one) == float(other)
+        return float(first) == float(second)
     except (TypeError, ValueError):
-        return bool(one == other)
+        return bool(first == second)

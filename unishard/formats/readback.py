@@ -45,33 +45,33 @@ def differences(reading: ReadDocument, back: ReadDocument) -> dict[str, Differen
     return {found.field: found for found in compare(reading, back) if not _same_effect(found, reading, back)}
 
 
-def _same_effect(found: Difference, reading: ReadDocument, back: ReadDocument) -> bool:
-    a, b = found.before, found.after
-    if found.field == _CLIPPING and _other_engine(reading) and back.config.backend == "deepspeed":
+def _same_effect(difference: Difference, reading: ReadDocument, back: ReadDocument) -> bool:
+    a, b = difference.before, difference.after
+    if difference.field == _CLIPPING and _other_engine(reading) and back.config.backend == "deepspeed":
         return (
             a.said and b.said and same(a.value, b.value)
         )  # where DeepSpeed clips, the script's clip_grad_norm_ does nothing
-    if found.field.startswith(("launch.", "logging.", "profile.")):
+    if difference.field.startswith(("launch.", "logging.", "profile.")):
         return True  # nothing that trains; the number of ranks is compared
-    if found.field.startswith("native.") and a.said:
-        name = found.field.split(".", 2)[-1]
+    if difference.field.startswith("native.") and a.said:
+        name = difference.field.split(".", 2)[-1]
         return any(f".{key}".endswith(f".{name}") and same(held, a.value) for key, held in flat(back.source.data))
-    if not (a.said or b.said) or (found.field == "backend" and reading.format != back.format):
+    if not (a.said or b.said) or (difference.field == "backend" and reading.format != back.format):
         return True  # nobody but the script decides, or `--to` asks for the engine
     if a.said and b.said and same(a.value, b.value):
         return True
-    if found.field == "training.global_batch_size" and b.value is None:
+    if difference.field == "training.global_batch_size" and b.value is None:
         return {
             "training.micro_batch_size",
             "training.gradient_accumulation_steps",
         } <= back.decided - back.undecided.keys()
-    return _idle(found.field, reading.config) and _idle(found.field, back.config)
+    return _idle(difference.field, reading.config) and _idle(difference.field, back.config)
 
 
 def _other_engine(reading: ReadDocument) -> bool:
     """Whether the source's own tool drives another engine than the config."""
-    said = (entry.effect.fields["backend"] for entry in reading.entries if "backend" in entry.effect.fields)
-    return next(said, reading.config.backend) != reading.config.backend or reading.config.backend != "deepspeed"
+    engines = (entry.effect.fields["backend"] for entry in reading.entries if "backend" in entry.effect.fields)
+    return next(engines, reading.config.backend) != reading.config.backend or reading.config.backend != "deepspeed"
 
 
 def _depends(field: str, reading: ReadDocument) -> bool:
@@ -84,17 +84,17 @@ def _idle(field: str, config: Config) -> bool:
     return field in FALLBACKS and FALLBACKS[field].outcome(field, config)[0] is Fit.EXACT
 
 
-def same(one: Any, other: Any) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Whether two values are equal, numbers to rounding."""
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (one, other))
-    return math.isclose(one, other, rel_tol=_CLOSE) if numbers else bool(one == other)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (first, second))
+    return math.isclose(first, second, rel_tol=_CLOSE) if numbers else bool(first == second)
 
 
 def with_differences(
     items: Collection[Item],
-    found: Mapping[str, Difference],
+    by_field: Mapping[str, Difference],
     reading: ReadDocument,
     back: ReadDocument,
     words: Mapping[str, FieldResult],
@@ -103,21 +103,21 @@ def with_differences(
 
     What no key there says is not exact.
     """
-    named = _named(items, found)
+    named = _named(items, by_field)
     for item in items:
         fields = [*item.entry.effect.fields, *(f"native.{key}" for key in item.entry.effect.native)]
         lost = reading.format != back.format and not item.entry.effect.native and _is_lost(item, fields, back)
         by_itself = (
             item.fit is Fit.EXACT and SCRIPT in item.becomes
         )  # the tool does the same, though nothing in its file says it
-        other = {field for field, one in found.items() if one.after.said or not by_itself}
+        outside = {field for field, one in by_field.items() if one.after.said or not by_itself}
         here = [
             field
             for field in fields
             if field not in named
-            and (field in other or (lost and (_depends(field, reading) or not _idle(field, reading.config))))
+            and (field in outside or (lost and (_depends(field, reading) or not _idle(field, reading.config))))
         ]
-        fits = [_outcome(field, found.get(field), reading, back, words) for field in here]
+        fits = [_outcome(field, by_field.get(field), reading, back, words) for field in here]
         if not fits:
             yield item._replace(fit=Fit.IGNORED, becomes="", note=_AS_IT_IS) if lost else item
             continue
@@ -136,19 +136,23 @@ def _is_lost(item: Item, fields: Collection[str], back: ReadDocument) -> bool:
 
 
 def _outcome(
-    field: str, found: Difference | None, reading: ReadDocument, back: ReadDocument, words: Mapping[str, FieldResult]
+    field: str,
+    difference: Difference | None,
+    reading: ReadDocument,
+    back: ReadDocument,
+    words: Mapping[str, FieldResult],
 ) -> tuple[Fit, str]:
     """How much a difference counts, in words."""
     if _depends(field, reading):
         return Fit.NEEDS_INPUT, "only written where the dtype is known; add --set precision.compute=..."
-    if found is None or (not found.after.said and field in FALLBACKS and not _idle(field, reading.config)):
+    if difference is None or (not difference.after.said and field in FALLBACKS and not _idle(field, reading.config)):
         fit, note = FALLBACKS[field].outcome(field, reading.config)
         own = words.get(field)
         return (own.fit, own.note) if own and own.fit is not Fit.EXACT else (fit, f"{field}: {note}")
-    if not found.after.said and found.after.value is None:
-        return Fit.NEEDS_INPUT, f"{field} depends there on {found.after.origin}"
-    where = f"{back.format} assumes it" if not found.after.said else found.after.origin
-    return Fit.APPROXIMATE, f"{field} is {shown(found.after.value)} there ({where})"
+    if not difference.after.said and difference.after.value is None:
+        return Fit.NEEDS_INPUT, f"{field} depends there on {difference.after.origin}"
+    where = f"{back.format} assumes it" if not difference.after.said else difference.after.origin
+    return Fit.APPROXIMATE, f"{field} is {shown(difference.after.value)} there ({where})"
 
 
 def refusals(back: ReadDocument, tool: str) -> Iterator[str]:
@@ -159,27 +163,27 @@ def refusals(back: ReadDocument, tool: str) -> Iterator[str]:
 
 
 def changes(
-    found: Mapping[str, Difference], reading: ReadDocument, back: ReadDocument, items: Collection[Item]
+    by_field: Mapping[str, Difference], reading: ReadDocument, back: ReadDocument, items: Collection[Item]
 ) -> tuple[Difference, ...]:
     """The differences in fields that no key of the source decides.
 
     Before, a value is said by the tool of the source, by its default, or left to the training script. After, `auto` is
     what the training script, or the tool around it, decides; the origin is a note on what decides it now.
     """
-    named = _named(items, found)
+    named = _named(items, by_field)
     listed = {field for entry in reading.entries for field in entry.effect.fields}
-    return tuple(_change(one, reading, back) for one in found.values() if one.field not in named | listed)
+    return tuple(_change(one, reading, back) for one in by_field.values() if one.field not in named | listed)
 
 
-def _change(one: Difference, reading: ReadDocument, back: ReadDocument) -> Difference:
-    said = reading.decides(one.field)
-    before = one.before._replace(said=said)
-    value = one.after.value if one.after.said or one.after.origin == NOT_SAID else AUTO
-    note = f"{back.format} has no key for it" if one.after.origin == NOT_SAID else one.after.origin
-    if one.field == _CLIPPING and back.config.backend == "deepspeed" and not said:
+def _change(difference: Difference, reading: ReadDocument, back: ReadDocument) -> Difference:
+    decided = reading.decides(difference.field)
+    before = difference.before._replace(said=decided)
+    value = difference.after.value if difference.after.said or difference.after.origin == NOT_SAID else AUTO
+    note = f"{back.format} has no key for it" if difference.after.origin == NOT_SAID else difference.after.origin
+    if difference.field == _CLIPPING and back.config.backend == "deepspeed" and not decided:
         before = before._replace(value=None, said=True)
         note += "; the script's clip_grad_norm_ does nothing with DeepSpeed"
-    return Difference(one.field, before, one.after._replace(value=value, origin=note))
+    return Difference(difference.field, before, difference.after._replace(value=value, origin=note))
 
 
 _IMPLIES = {
@@ -189,7 +193,7 @@ _IMPLIES = {
 """Fields of which the line of another speaks as well."""
 
 
-def _named(items: Collection[Item], found: Mapping[str, Difference]) -> set[str]:
+def _named(items: Collection[Item], by_field: Mapping[str, Difference]) -> set[str]:
     """The fields of which a line says that they are not kept as they are."""
     fields = set()
     for item in items:
@@ -206,7 +210,7 @@ def _named(items: Collection[Item], found: Mapping[str, Difference]) -> set[str]
     carried = {item.becomes for item in items if item.fit is Fit.EXACT}
     fields |= {
         path
-        for path, one in found.items()
+        for path, one in by_field.items()
         if one.after.key in keys or (path.startswith("native.") and one.after.key in carried)
     }
     return fields | {other for field in fields for other in _IMPLIES.get(field, ())}

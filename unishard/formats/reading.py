@@ -105,11 +105,11 @@ def assemble(
         ConfigError: An override cannot be used.
     """
     overrides = tuple(map(current_change, overrides))
-    found = _without_contradictions(_lifted(_on_another_engine(entries, overrides), overrides), _paths(overrides))
+    resolved = _without_contradictions(_lifted(_on_another_engine(entries, overrides), overrides), _paths(overrides))
     unneeded: frozenset[str] = frozenset()
     while True:
-        fields = _fields(found)
-        document = _document(fields, found, unneeded)
+        fields = _fields(resolved)
+        document = _document(fields, resolved, unneeded)
         changed = _override(document, overrides)
         try:
             config = Config.parse(document.data)
@@ -121,8 +121,8 @@ def assemble(
             )
             unneeded |= pointless
             if not pointless:
-                told = {field for entry in found if entry.supplied for field in entry.effect.fields}
-                found = without_unused(found, fields, faults, changed | told) or _refuse(found, faults)
+                told = {field for entry in resolved if entry.supplied for field in entry.effect.fields}
+                resolved = without_unused(resolved, fields, faults, changed | told) or _refuse(resolved, faults)
             continue
         undecided = {
             field: value
@@ -130,26 +130,26 @@ def assemble(
             if isinstance(value, Undecided) and not _overridden(field, changed)
         }
         decided = frozenset(fields) | {field for field in _FIELDS if _overridden(field, changed)}
-        return ReadDocument(name, source, tuple(found), config, decided, undecided, topology, fills_auto)
+        return ReadDocument(name, source, tuple(resolved), config, decided, undecided, topology, fills_auto)
 
 
 def _on_another_engine(entries: Sequence[Entry], overrides: Iterable[str]) -> Sequence[Entry]:
     """The entries, with fields in the place of settings that the engine does not have which an override chooses."""
     chosen = [text.removeprefix(_BACKEND) for text in overrides if text.startswith(_BACKEND)]
-    said = {
+    overridden = {
         name: value
         for entry in entries
         if chosen and not any(key.startswith(f"{chosen[-1]}.") for key in entry.effect.native)
         for name, value in entry.effect.if_other_engine.items()
     }
-    return [_instead(entry, said) for entry in entries] if said else entries
+    return [_instead(entry, overridden) for entry in entries] if overridden else entries
 
 
-def _instead(entry: Entry, said: Mapping[str, Any]) -> Entry:
-    fields = {name: said.get(name, value) for name, value in entry.effect.fields.items()}
+def _instead(entry: Entry, overridden: Mapping[str, Any]) -> Entry:
+    fields = {name: overridden.get(name, value) for name, value in entry.effect.fields.items()}
     if not entry.effect.if_other_engine:
         return entry._replace(effect=entry.effect._replace(fields=fields))
-    return entry._replace(effect=entry.effect._replace(fit=Fit.EQUIVALENT, fields={**fields, **said}, native={}))
+    return entry._replace(effect=entry.effect._replace(fit=Fit.EQUIVALENT, fields={**fields, **overridden}, native={}))
 
 
 def _lifted(entries: Sequence[Entry], overrides: Sequence[str]) -> list[Entry]:
@@ -157,13 +157,13 @@ def _lifted(entries: Sequence[Entry], overrides: Sequence[str]) -> list[Entry]:
 
     If it names a class, the arguments that mean something for this class only go with it.
     """
-    found = [_left_to_override(entry, overrides) for entry in entries]
+    lifted = [_left_to_override(entry, overrides) for entry in entries]
     classes = {
-        new.path[:-1] for new, old in zip(found, entries, strict=True) if new is not old and new.path[-1] in _CLASS
+        new.path[:-1] for new, old in zip(lifted, entries, strict=True) if new is not old and new.path[-1] in _CLASS
     }
     return [
         _without_class(entry) if any(entry.path[: len(path)] == path for path in classes if path) else entry
-        for entry in found
+        for entry in lifted
     ]
 
 
@@ -176,11 +176,11 @@ def _left_to_override(entry: Entry, overrides: Sequence[str]) -> Entry:
     needed = [decides[0], *(field for field in decides[1:] if field.partition(".")[0] != section)]
     if not all(_overridden(field, _paths(overrides)) for field in needed):
         return entry
-    said = " ".join(
+    decider = " ".join(
         f"--set {text}" for text in overrides if any(_overridden(field, _paths([text])) for field in needed)
     )
     fields = {field: Undecided("--set") for field in needed if field in _FIELDS}
-    return entry._replace(effect=KeyEffect(Fit.IGNORED, f"{said} decides instead", fields))
+    return entry._replace(effect=KeyEffect(Fit.IGNORED, f"{decider} decides instead", fields))
 
 
 def _without_class(entry: Entry) -> Entry:
@@ -199,31 +199,33 @@ def _without_contradictions(entries: Sequence[Entry], changed: Collection[str] =
 
     So does what an override decides.
     """
-    said: dict[str, tuple[Entry, Any]] = {}
-    found: list[Entry] = []
+    first_sayings: dict[str, tuple[Entry, Any]] = {}
+    consistent: list[Entry] = []
     for entry in sorted(entries, key=lambda entry: entry.assumed):
         sayings = {**entry.effect.fields, **{f"native.{key}": value for key, value in entry.effect.native.items()}}
-        clashes = [name for name, value in sayings.items() if name in said and said[name][1] != value]
+        clashes = [name for name, value in sayings.items() if name in first_sayings and first_sayings[name][1] != value]
         if entry.assumed and clashes:
             fields = {field: value for field, value in entry.effect.fields.items() if field not in clashes}
             if not fields:
                 continue
             entry = entry._replace(effect=entry.effect._replace(fields=fields, native={}))
         elif clashes := [
-            name for name in clashes if not _overridden(name, changed) and not _undecided(said[name][1], sayings[name])
+            name
+            for name in clashes
+            if not _overridden(name, changed) and not _undecided(first_sayings[name][1], sayings[name])
         ]:
-            other = said[clashes[0]][0]
-            found.append(
+            earlier = first_sayings[clashes[0]][0]
+            consistent.append(
                 entry.but(
-                    Fit.UNSUPPORTED, f"contradicts {other.key}, which is {shown(other.value)}; keep one of the two"
+                    Fit.UNSUPPORTED, f"contradicts {earlier.key}, which is {shown(earlier.value)}; keep one of the two"
                 )
             )
             continue
-        found.append(entry)
+        consistent.append(entry)
         for name, value in sayings.items():
-            if name not in said or isinstance(said[name][1], Undecided):
-                said[name] = entry, value
-    return found
+            if name not in first_sayings or isinstance(first_sayings[name][1], Undecided):
+                first_sayings[name] = entry, value
+    return consistent
 
 
 def _undecided(*values: Any) -> bool:
@@ -317,8 +319,8 @@ def _yielded(entry: Entry, fault: str) -> Entry:
 
 
 def _worded(fault: str) -> str:
-    path, _, what = fault.partition(": ")
-    note = f"{path} {what}" if what.startswith("must be ") else f"conflicts with other settings: {fault}"
+    path, _, message = fault.partition(": ")
+    note = f"{path} {message}" if message.startswith("must be ") else f"conflicts with other settings: {fault}"
     return note if ";" in note else f"{note}; write another value"
 
 
@@ -326,12 +328,12 @@ def _blamed(entries: Sequence[Entry], faults: Mapping[str, str]) -> dict[int, st
     """The entries, by position, that say something at these paths, and the fault of each."""
     blamed = {}
     for index, entry in enumerate(entries):
-        said = [f"native.{key}" for key in entry.effect.native] + list(entry.effect.fields)
+        paths = [f"native.{key}" for key in entry.effect.native] + list(entry.effect.fields)
         fault = next(
             (
                 f"{path}: {what}".removeprefix(": ")
                 for path, what in faults.items()
-                for name in said
+                for name in paths
                 if _within(path, name)
             ),
             None,

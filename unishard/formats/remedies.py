@@ -154,9 +154,9 @@ def _refused_by_engine(outcome: Outcome, topology: Topology | None) -> Iterator[
     except ConfigError as error:
         paths = [problem.path for problem in error.problems]
         entries = [entry for entry in outcome.reading.entries if not entry.assumed]
-        found = [
+        refusals = [
             (entry.key, tuple(entry.effect.fields))
             for entry in entries
             if any(path in entry.effect.fields for path in paths)
         ]
-        yield from found or [("", tuple(paths))]
+        yield from refusals or [("", tuple(paths))]

@@ -65,22 +65,22 @@ def without_unishards(document: Native, reading: ReadDocument) -> Native:
         for key, value in flat(document)
         if (key not in _ROUNDING or key in there) and (key not in _ONLY_DECIDED or _ONLY_DECIDED[key] in fields)
     }
-    if kept.pop(_HYSTERESIS, None) is not None and (said := _said(written, _HYSTERESIS)) is not None:
-        kept[_HYSTERESIS] = said
+    if kept.pop(_HYSTERESIS, None) is not None and (original := _said(written, _HYSTERESIS)) is not None:
+        kept[_HYSTERESIS] = original
     if _as_said(written, reading):
         for key in _KEPT_PARAMETERS:
             kept.pop(key, None)
-            if (said := _said(written, key)) is not None or (
-                said := _said(written, key.replace("stage3_", ""))
+            if (original := _said(written, key)) is not None or (
+                original := _said(written, key.replace("stage3_", ""))
             ) is not None:
-                kept[key] = said
+                kept[key] = original
     return nested(kept)
 
 
 def _as_said(written: list[Entry], reading: ReadDocument) -> bool:
     """Whether the source says how long parameters stay, and the config still holds what it said."""
-    said = [entry.effect.fields[_RESHARD] for entry in written if _RESHARD in entry.effect.fields]
-    return bool(said) and all(value == value_at(reading.config, _RESHARD) for value in said)
+    values = [entry.effect.fields[_RESHARD] for entry in written if _RESHARD in entry.effect.fields]
+    return bool(values) and all(value == value_at(reading.config, _RESHARD) for value in values)
 
 
 def left_to_engine(entry: Entry, document: Native) -> bool:

@@ -47,20 +47,20 @@ def carried(reading: ReadDocument, to: str) -> dict[Path, tuple[str, Any]]:
         reading.config.backend == "fsdp" and to != "deepspeed",
         reading.config.sharding.within_group == "full_shard",
     )
-    found: dict[Path, tuple[str, Any]] = {}
+    carried_keys: dict[Path, tuple[str, Any]] = {}
     for entry in (entry for entry in reading.entries if entry.effect.fit is not Fit.UNSUPPORTED):
         name = _name(entry)
         if entry.assumed and not _kind(entry):
             continue
         if fsdp and _kind(entry) and _kind(entry) == _SILENT.get(to) and (entry.assumed or to not in _FSDP):
-            found[entry.path] = "", None
+            carried_keys[entry.path] = "", None
         elif fsdp and to in _FSDP and (name == "cpu_ram_efficient_loading" or _kind(entry)):
-            found[entry.path] = _FSDP[to].format(name), _kind(entry) or entry.value
+            carried_keys[entry.path] = _FSDP[to].format(name), _kind(entry) or entry.value
         elif fsdp and to in _FSDP and name in _OF_ZERO and _is_on(entry.value):
-            found[entry.path] = _FSDP[to].format(_FULL), "FULL_STATE_DICT"
+            carried_keys[entry.path] = _FSDP[to].format(_FULL), "FULL_STATE_DICT"
         elif not fsdp and zero and to in _ZERO and (_is_full(entry) or name == _OF_ZERO[-1]):
-            found[entry.path] = _ZERO[to], _is_full(entry) or _is_on(entry.value)
-    return found if reading.config.sharding.strategy != "no_shard" else {}
+            carried_keys[entry.path] = _ZERO[to], _is_full(entry) or _is_on(entry.value)
+    return carried_keys if reading.config.sharding.strategy != "no_shard" else {}
 
 
 def with_files(document: Native, keys: Iterable[tuple[str, Any]]) -> Native:
@@ -70,13 +70,13 @@ def with_files(document: Native, keys: Iterable[tuple[str, Any]]) -> Native:
     return document
 
 
-def described(item: Item, found: dict[Path, tuple[str, Any]], to: str) -> Item:
+def described(item: Item, carried_keys: dict[Path, tuple[str, Any]], to: str) -> Item:
     """The item of a key that speaks of files: exact where it is carried, and never ignored where saves would
     hold less.
     """
     entry = item.entry
-    if entry.path in found:
-        becomes = found[entry.path][0]
+    if entry.path in carried_keys:
+        becomes = carried_keys[entry.path][0]
         return item._replace(fit=Fit.EXACT, becomes=becomes, note="" if becomes else "the same default there")
     whole = _is_full(entry) or (_name(entry) in _OF_ZERO and not entry.assumed and _is_on(entry.value))
     if item.fit is not Fit.IGNORED or not whole:
@@ -95,8 +95,8 @@ def _kind(entry: Entry) -> str:
     """How a save is split, in the words that FSDP2 has; empty where the entry does not say it, or says what only FSDP1
     has.
     """
-    word = str(entry.value).rpartition(".")[2].upper().removesuffix("_STATE_DICT")
-    return f"{word}_STATE_DICT" if _name(entry) == _FULL and word in ("FULL", "SHARDED") else ""
+    kind = str(entry.value).rpartition(".")[2].upper().removesuffix("_STATE_DICT")
+    return f"{kind}_STATE_DICT" if _name(entry) == _FULL and kind in ("FULL", "SHARDED") else ""
 
 
 def _is_full(entry: Entry) -> bool:

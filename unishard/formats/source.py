@@ -78,8 +78,8 @@ def open_named(name: str, folder: Path | None) -> Source | None:
     Raises:
         ConfigError: It cannot be read, or is no mapping.
     """
-    found = find_named(name, folder)
-    return open_source(found) if found else None
+    path = find_named(name, folder)
+    return open_source(path) if path else None
 
 
 def find_named(name: str, folder: Path | None) -> Path | None:
@@ -99,8 +99,8 @@ def _above(folder: Path | None) -> Iterator[Path]:
         return
     here, around = Path().resolve(), [folder.resolve(), *folder.resolve().parents]
     last = next((at for at, one in enumerate(around) if one == here or any((one / mark).exists() for mark in _ROOT)), 0)
-    for one in around[1 : last + 1]:
-        yield one.relative_to(here) if one.is_relative_to(here) else one
+    for parent in around[1 : last + 1]:
+        yield parent.relative_to(here) if parent.is_relative_to(here) else parent
 
 
 def _is_file(path: Path) -> bool:
@@ -161,11 +161,11 @@ def _nearly_json(content: str, path: Path, error: BrokenJson) -> Source:
     if path.suffix.lower() in _YAML:
         return _yaml(content, path)
     try:
-        found = _yaml(_COMMENT.sub(_blank, content), path)
+        source = _yaml(_COMMENT.sub(_blank, content), path)
     except ConfigError:
         raise file_error(path, f"is not JSON: {error.what}", error.line) from None
     warning = f"{path}:{error.line}: is not JSON ({error.what}); read as YAML, but JSON readers refuse it"
-    return found._replace(warnings=(warning,))
+    return source._replace(warnings=(warning,))
 
 
 def _yaml(content: str, path: Path) -> Source:
@@ -246,22 +246,22 @@ def _plain(value: Any, keys: tuple[str | int, ...], source: Source, problems: li
 def _mapping(
     value: Mapping[Any, Any], keys: tuple[str | int, ...], source: Source, problems: list[Problem]
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, item in value.items():
         name = str(key)
-        if name in found:
+        if name in mapping:
             problems.append(
                 _problem((*keys, name), "is there twice, as a number and as text; keep one of the two", source)
             )
         if not _encodes(name):
             problems.append(_problem(keys, "has a key with a lone surrogate (half a character); rewrite it", source))
-        found[name] = _plain(item, (*keys, name), source, problems)
-    return found
+        mapping[name] = _plain(item, (*keys, name), source, problems)
+    return mapping
 
 
 def _encodes(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _problem(keys: tuple[str | int, ...], what: str, source: Source) -> Problem:
-    return Problem(".".join(map(str, keys)).encode(errors="replace").decode(), what, str(source.origins.of(keys)))
+def _problem(keys: tuple[str | int, ...], message: str, source: Source) -> Problem:
+    return Problem(".".join(map(str, keys)).encode(errors="replace").decode(), message, str(source.origins.of(keys)))

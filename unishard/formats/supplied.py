@@ -83,10 +83,10 @@ class Supplied(NamedTuple):
 
     def without(self, patterns: Iterable[str]) -> tuple[Supplied, list[DroppedKey]]:
         """The same without the arguments that match, and those."""
-        found = {key: pattern for key in self.values for pattern in patterns if fnmatchcase(key, pattern)}
-        dropped = [DroppedKey(key, self.values[key], None, pattern) for key, pattern in found.items()]
+        matched = {key: pattern for key in self.values for pattern in patterns if fnmatchcase(key, pattern)}
+        dropped = [DroppedKey(key, self.values[key], None, pattern) for key, pattern in matched.items()]
         launcher, further = drop_keys(self.launcher, tuple(patterns)) if self.launcher else (None, [])
-        values = {key: value for key, value in self.values.items() if key not in found}
+        values = {key: value for key, value in self.values.items() if key not in matched}
         return self._replace(values=values, launcher=launcher), [*dropped, *further]
 
     def with_recipe(self) -> Supplied:
@@ -145,11 +145,11 @@ def open_supplied(where: str | Path, folder: Path | None) -> Supplied:
         return of_config(open_source(Path(text)))
     if not (is_path or _SCRIPT.fullmatch(text)):
         return of_line(launch_line(text), folder)
-    what = (
+    message = (
         "is not read, as a script or a page may start any number of trainings; give the one command that trains, in "
         "quotes: --with 'accelerate launch --config_file zero3.yaml train.py --learning_rate 1e-4'"
     )
-    raise ConfigError([Problem("", what, text)])
+    raise ConfigError([Problem("", message, text)])
 
 
 def _is_file(text: str) -> bool:
@@ -184,11 +184,11 @@ def of_config(source: Source) -> Supplied:
         inner = trainer().arguments_in(source.data)
         return Supplied(source.name, inner, places, name)
     if name not in RECIPES:
-        what = (
+        message = (
             f"is a config of {catalog.get(name).tool}; give --with a config of DeepSpeed or Accelerate, "
             "TrainingArguments, or the command that trains"
         )
-        raise ConfigError([Problem("", what, source.name)])
+        raise ConfigError([Problem("", message, source.name)])
     return Supplied(source.name, source.data, places, name)
 
 
@@ -200,7 +200,7 @@ def whose(values: Mapping[str, Any]) -> str:
         return ""
     if len(values.keys() & set(_ONLY_TRAINER)) < _LEAST:
         return ""
-    weights = {name: catalog.get(name).signs.weight(values) for name in RECIPES}
+    weights = {name: catalog.get(name).markers.weight(values) for name in RECIPES}
     return max(RECIPES, key=lambda name: weights[name])
 
 
@@ -230,29 +230,29 @@ def _loop_options(line: LaunchLine, engine: str | None, file: Source | None) -> 
     """Those that say beside an engine what the loop does."""
     chosen = engine or (file and file.data.get("distributed_type"))
     options = line.options if line.launcher == "accelerate" else {}
-    found = {f"deepspeed_config.{name}": options[name] for name in _OF_LOOP if name in options}
+    loop = {f"deepspeed_config.{name}": options[name] for name in _OF_LOOP if name in options}
     precision = {"mixed_precision": options["mixed_precision"]} if "mixed_precision" in options else {}
-    return (found if chosen == "DEEPSPEED" else {}) | precision
+    return (loop if chosen == "DEEPSPEED" else {}) | precision
 
 
 def _with_engine_options(line: LaunchLine, file: Source | None, folder: Path | None) -> Source | None:
     """The config of the launcher, in which the options of the command count more than its file."""
-    said = dict(_engine_options(line))
-    if file or said:
-        said |= _loop_options(line, said.get("distributed_type"), file)
-    if not said:
+    options = dict(_engine_options(line))
+    if file or options:
+        options |= _loop_options(line, options.get("distributed_type"), file)
+    if not options:
         return file
     base = file or Source(COMMAND, {}, Origins(Origin(COMMAND)), folder=folder or Path())
     origins = base.origins.below(())
-    for key in said:
+    for key in options:
         origins.put(tuple(key.split(".")), Origin(COMMAND))
-    values = {key: _value(key, text, folder) for key, text in said.items()}
+    values = {key: _value(key, text, folder) for key, text in options.items()}
     return base._replace(data=merge(base.data, nested(values)), origins=origins)
 
 
 def _value(key: str, text: str, folder: Path | None) -> Any:
-    found = find_named(text, folder) if key.endswith(_FILE) else None
-    return str(found.resolve()) if found else value_of_word(text)
+    path = find_named(text, folder) if key.endswith(_FILE) else None
+    return str(path.resolve()) if path else value_of_word(text)
 
 
 _NAMING = ("deepspeed", "fsdp_config")
@@ -303,30 +303,32 @@ def _recipe(line: LaunchLine, folder: Path | None) -> Path | None:
 
 def _named(option: str, name: str, folder: Path | None) -> Path:
     """Where a file is that a command names."""
-    found = find_named(name, folder)
-    if found is None:
-        what = f"{option} names {name}, which was not found; give its path from here, or from the folder of the config"
-        raise ConfigError([Problem("", what, COMMAND)])
-    return found
+    path = find_named(name, folder)
+    if path is None:
+        message = (
+            f"{option} names {name}, which was not found; give its path from here, or from the folder of the config"
+        )
+        raise ConfigError([Problem("", message, COMMAND)])
+    return path
 
 
 def _found(key: str, value: Any, folder: Path | None) -> Any:
     """The value; that of a file's name as one can open it from here."""
-    found = find_named(value, folder) if key in _NAMING and isinstance(value, str) else None
-    return str(found.resolve()) if found else value
+    path = find_named(value, folder) if key in _NAMING and isinstance(value, str) else None
+    return str(path.resolve()) if path else value
 
 
 def _with_processes(line: LaunchLine, launcher: Source | None) -> LaunchLine:
     """The line with what its launcher's config says of the processes, where its own options do not."""
     data = launcher.data if launcher else {}
-    said = {key: str(data[key]) for key in _PROCESSES if data.get(key) is not None}
-    return line._replace(options={**said, **line.options})
+    processes = {key: str(data[key]) for key in _PROCESSES if data.get(key) is not None}
+    return line._replace(options={**processes, **line.options})
 
 
 def _hosts(launch: Launch, folder: Path | None) -> Mapping[str, int]:
     """Those of the hostfile that a command names; empty where it is not there."""
-    found = find_named(launch.hosts, folder) if launch.hosts is not None else None
-    return hosts_of(found) if found else {}
+    path = find_named(launch.hosts, folder) if launch.hosts is not None else None
+    return hosts_of(path) if path else {}
 
 
 def _of_launcher(line: LaunchLine) -> Iterator[tuple[str, Any]]:

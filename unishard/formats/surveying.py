@@ -134,12 +134,12 @@ def _candidates(root: Path, suffixes: frozenset[str]) -> Iterator[Path]:
 
 def _look(path: Path, to: str) -> FoundConfig | ForeignConfig | None:
     source = open_source(path)
-    other = named(source.data) if not source.data.keys() & _OF_A_MODEL else None
-    unread = other is not None or catalog.loudest(source)[1] < _LOUD_ENOUGH
+    other_tool = named(source.data) if not source.data.keys() & _OF_A_MODEL else None
+    unread = other_tool is not None or catalog.loudest(source)[1] < _LOUD_ENOUGH
     block = catalog.block(source) if unread else None
     if unread and not block:
-        if other is not None:
-            return ForeignConfig(str(path), other[0].name, catalog.instead(other[0], source))
+        if other_tool is not None:
+            return ForeignConfig(str(path), other_tool[0].name, catalog.instead(other_tool[0], source))
         return ForeignConfig(str(path), "Hydra", catalog.OF_HYDRA) if catalog.loudly_of_hydra(source) else None
     from_ = catalog.BLOCKS if block else None
     engine_open = needs_engine(read(source, from_)) and to not in RECIPES

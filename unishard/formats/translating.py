@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
-from unishard.contract.render import WrittenDocument
+from unishard.contract.render import RenderedDocument
 from unishard.contract.rules import Fit
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
@@ -131,12 +131,12 @@ def translate(
     written = _written(target, reading, topology or reading.topology or Topology())
     items, document = _described(target, reading, written, overrides)
     warnings = [*reading.source.warnings]
-    found: tuple[Difference, ...] = ()
+    changed: tuple[Difference, ...] = ()
     back = _read_back(target, document, reading, items, warnings)
     if back:
         different = differences(reading, back)
         items = tuple(with_differences(items, different, reading, back, written.fields))
-        found = changes(different, reading, back, items)
+        changed = changes(different, reading, back, items)
         warnings += [*refusals(back, target.tool), *filter(None, [getattr(target, "wants", _nothing)(document)])]
     if not document and not any(item.fit is Fit.UNSUPPORTED for item in items):
         warnings.append(f"nothing to write: {target.tool} has no key for what the file says")
@@ -152,7 +152,7 @@ def translate(
         drop,
         tuple(dropped),
         supplied,
-        found,
+        changed,
     )
 
 
@@ -172,13 +172,15 @@ def _read_back(
 
 
 def _described(
-    target: Format, reading: ReadDocument, written: WrittenDocument, overrides: tuple[str, ...]
+    target: Format, reading: ReadDocument, written: RenderedDocument, overrides: tuple[str, ...]
 ) -> tuple[tuple[Item, ...], Native]:
     """One item for each key, and the document."""
-    found = carried(reading, target.name)
-    items = (described(item_of(entry, reading, target, written), found, target.name) for entry in reading.entries)
-    kept = kept_keys(reading, written, found) if reading.format == target.name else {}
-    document = with_files(merge(written.document, kept), found.values())
+    carried_keys = carried(reading, target.name)
+    items = (
+        described(item_of(entry, reading, target, written), carried_keys, target.name) for entry in reading.entries
+    )
+    kept = kept_keys(reading, written, carried_keys) if reading.format == target.name else {}
+    document = with_files(merge(written.document, kept), carried_keys.values())
     return (*items, *refused_overrides(overrides, reading, written)), document
 
 
@@ -213,7 +215,7 @@ def _read_without(
     return reading, [*dropped, *further]
 
 
-def _written(target: Format, reading: ReadDocument, ranks: Topology) -> WrittenDocument:
+def _written(target: Format, reading: ReadDocument, ranks: Topology) -> RenderedDocument:
     own = reading.format == target.name and stays_with_engine(reading)
     try:
         return target.write(without_defaults(reading) if own else reading, ranks)

@@ -170,7 +170,7 @@ def _labels(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not args:
         return kwargs.get("labels")
     try:
-        given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+        arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     except TypeError:  # the call itself will say it
         return None
-    return given.get("labels", kwargs.get("labels"))
+    return arguments.get("labels", kwargs.get("labels"))

@@ -36,10 +36,10 @@ def elementwise(function: Callable[..., Any], logits: Tensor, args: Sequence[Any
         return None
 
     def of_rows(rows: Tensor) -> Tensor:
-        def own(each: Any) -> Any:
-            if each is logits:
+        def own(argument: Any) -> Any:
+            if argument is logits:
                 return rows
-            return each.flatten() if isinstance(each, Tensor) and each.dim() else each
+            return argument.flatten() if isinstance(argument, Tensor) and argument.dim() else argument
 
         result: Tensor = function(*map(own, args), **{name: own(each) for name, each in kwargs.items()})
         return result
@@ -92,8 +92,8 @@ def _expanded(index: Any, dims: int) -> list[Any] | None:
     spans = [each.dim() if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in parts]
     indexed = sum(span for each, span in zip(parts, spans, strict=True) if not isinstance(each, EllipsisType))
     result: list[Any] = []
-    for each, span in zip(parts, spans, strict=True):
-        result += [slice(None)] * (dims - indexed) if isinstance(each, EllipsisType) else [each] * span
+    for part, span in zip(parts, spans, strict=True):
+        result += [slice(None)] * (dims - indexed) if isinstance(part, EllipsisType) else [part] * span
     return result
 
 

@@ -77,10 +77,10 @@ class BatchSplitter:
         return new
 
     def _require_text(self, batch: Any) -> None:
-        other = next((name for name in _OF_OTHER_TOWERS if isinstance(batch, Mapping) and name in batch), None)
-        if other is not None and batch.get(other) is not None:
+        key = next((name for name in _OF_OTHER_TOWERS if isinstance(batch, Mapping) and name in batch), None)
+        if key is not None and batch.get(key) is not None:
             raise DataError(
-                f"{other}: parallel.sequence splits sequences of tokens, and a rank cannot tell which images or sounds "
+                f"{key}: parallel.sequence splits sequences of tokens, and a rank cannot tell which images or sounds "
                 "are in its part; remove parallel.sequence for batches that have some"
             )
 

@@ -33,10 +33,10 @@ def documents_of(positions: Tensor, mask: Tensor | None) -> list[Documents]:
     starts: list[list[int]] = [[0] for _ in range(len(positions))]
     for row, place in torch.nonzero(borders).tolist():
         starts[row].append(place + 1)
-    found = [tuple(zip(begins, [*begins[1:], length], strict=True)) for begins in starts]
+    documents = [tuple(zip(begins, [*begins[1:], length], strict=True)) for begins in starts]
     if mask is not None:
-        _require_no_holes(mask, found)
-    return found
+        _require_no_holes(mask, documents)
+    return documents
 
 
 def _require_no_holes(mask: Tensor, documents: list[Documents]) -> None:
@@ -44,8 +44,8 @@ def _require_no_holes(mask: Tensor, documents: list[Documents]) -> None:
     if most <= 1:
         return
     firsts = (mask[:, 0] != 0).tolist()
-    for first, each in zip(firsts, documents, strict=True):
-        tokens = len(each[0 if first else 1 :: 2])
+    for first, spans in zip(firsts, documents, strict=True):
+        tokens = len(spans[0 if first else 1 :: 2])
         if tokens > 1:
             raise DataError(
                 "attention_mask has zeros between tokens, which parallel.sequence does not support; pad at one end of "

@@ -130,13 +130,13 @@ class SplitForward:
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = self._given(args, kwargs)
-        context.current = self.last = self._split_batch(given, (args, kwargs))
+        arguments = self._given(args, kwargs)
+        context.current = self.last = self._split_batch(arguments, (args, kwargs))
         self._counted, self.loss = False, None
         self._balance.begin()
-        labels = given.get("shift_labels") if self.shifts_labels else None
-        labels = given.get("labels") if labels is None else labels
-        counts = self._proving or given.get("num_items_in_batch") is None
+        labels = arguments.get("shift_labels") if self.shifts_labels else None
+        labels = arguments.get("labels") if labels is None else labels
+        counts = self._proving or arguments.get("num_items_in_batch") is None
         if self._counts_items and isinstance(labels, Tensor) and counts:
             kwargs = {**kwargs, "num_items_in_batch": self._items(labels)}
             self._counted = True
@@ -156,8 +156,8 @@ class SplitForward:
         except TypeError:  # the call itself will say it
             return kwargs
 
-    def _split_batch(self, given: Mapping[str, Any], call: Any) -> SplitBatch:
-        positions, mask = given.get("position_ids"), given.get("attention_mask")
+    def _split_batch(self, arguments: Mapping[str, Any], call: Any) -> SplitBatch:
+        positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
         mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         if isinstance(positions, Tensor):
             positions = positions if positions.dim() == 2 else positions.reshape(-1, *positions.shape[-2:])[0]

@@ -39,9 +39,9 @@ class PositionLayout:
 
     def runs(self, rank: int, length: int) -> list[PositionRange]:
         """The runs of a rank in a sequence of `length`, which is a multiple of `multiple`, in the rank's order."""
-        each = length // self.multiple
+        run_length = length // self.multiple
         numbers = (rank, 2 * self.size - 1 - rank) if self.balanced else (rank,)
-        return [PositionRange(number * each, each) for number in numbers]
+        return [PositionRange(number * run_length, run_length) for number in numbers]
 
     def take(self, tensor: Tensor, rank: int, dim: int = 1) -> Tensor:
         """A rank's part of a whole tensor."""

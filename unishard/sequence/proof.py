@@ -204,11 +204,11 @@ def _alone(runs: _Runs, share: _Share) -> bool:
     )
 
 
-def _undisturbed(whole: Tensor, other: Tensor, part: Tensor, share: _Share) -> bool:
+def _undisturbed(whole: Tensor, varied: Tensor, part: Tensor, share: _Share) -> bool:
     """Whether other tokens elsewhere change nothing here; of a loss they may."""
-    if whole.shape != other.shape or whole.numel() != share.size * part.numel() or not part.numel():
+    if whole.shape != varied.shape or whole.numel() != share.size * part.numel() or not part.numel():
         return True
-    return _close(_own_positions(whole, part, share), _own_positions(other, part, share), _SAME_SHAPES)
+    return _close(_own_positions(whole, part, share), _own_positions(varied, part, share), _SAME_SHAPES)
 
 
 def _holds(whole: Tensor, part: Tensor, share: _Share) -> bool:
@@ -218,16 +218,16 @@ def _holds(whole: Tensor, part: Tensor, share: _Share) -> bool:
     return _close(whole, part, _OTHER_SHAPES)
 
 
-def _close(one: Tensor, other: Tensor, room: Mapping[torch.dtype, float]) -> bool:
-    if one.shape != other.shape:
+def _close(first: Tensor, second: Tensor, room: Mapping[torch.dtype, float]) -> bool:
+    if first.shape != second.shape:
         return False
-    if not one.is_floating_point():
-        return bool(torch.equal(one, other))
-    if not one.numel():
+    if not first.is_floating_point():
+        return bool(torch.equal(first, second))
+    if not first.numel():
         return True
-    atol = room.get(one.dtype, room[torch.bfloat16]) * float(one.nan_to_num(0, 0, 0).abs().max())
-    differs = ~torch.isclose(one.float(), other.float(), rtol=0, atol=atol, equal_nan=True)
-    if one.dim() < _OF_POSITIONS or one.dtype in (torch.float32, torch.float64):
+    atol = room.get(first.dtype, room[torch.bfloat16]) * float(first.nan_to_num(0, 0, 0).abs().max())
+    differs = ~torch.isclose(first.float(), second.float(), rtol=0, atol=atol, equal_nan=True)
+    if first.dim() < _OF_POSITIONS or first.dtype in (torch.float32, torch.float64):
         return not bool(differs.any())
     return float(differs.flatten(2).any(-1).float().mean()) <= _ROUTED
 

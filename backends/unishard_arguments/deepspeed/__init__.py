@@ -11,7 +11,7 @@ from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Entry, Key, KeyEffect, Unreadable, interpret
 from unishard.contract.fallbacks import rows
-from unishard.contract.render import AUTO, WrittenDocument, render
+from unishard.contract.render import AUTO, RenderedDocument, render
 from unishard.contract.rules import Fit, Rule
 from unishard.contract.templates import is_placeholder
 from unishard_arguments.deepspeed import batch, offload, optimizer, precision, rest, scheduler, sequence, zero
@@ -28,7 +28,7 @@ _STRICT = ("zero_optimization.", "bf16.", "bfloat16.", "fp16.", "optimizer.param
 one."""
 
 
-def _block(value: Any, given: DocumentValues) -> KeyEffect:
+def _block(value: Any, document: DocumentValues) -> KeyEffect:
     if value is None or value == {}:
         return KeyEffect(Fit.IGNORED, "is empty")
     raise Unreadable(f"must be a mapping of keys, got {shown(value)}; write its keys below it")
@@ -58,9 +58,9 @@ class DeepSpeedArguments:
         """What a config says, one entry for each of its keys and one for each default of DeepSpeed that decides
         something.
         """
-        said = {key: AUTO if is_placeholder(value) else value for key, value in flat(_undotted(native))}
-        given = DocumentValues(said, defaults or {}, topology)
-        silent = {key: value for section in _ASSUMING for key, value in section.assumed(given).items()}
+        values = {key: AUTO if is_placeholder(value) else value for key, value in flat(_undotted(native))}
+        document = DocumentValues(values, defaults or {}, topology)
+        silent = {key: value for section in _ASSUMING for key, value in section.assumed(document).items()}
         entries = interpret(
             self.keys,
             native,
@@ -73,7 +73,7 @@ class DeepSpeedArguments:
         )
         return [entry for entry in entries if not (entry.assumed and _says_nothing(entry))]
 
-    def write(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> WrittenDocument:
+    def write(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> RenderedDocument:
         """The JSON for a training script that calls `deepspeed.initialize` itself, for the same training."""
         return render(self.rules, cfg, topology, undecided)
 

@@ -22,32 +22,34 @@ _ABSENT = "is null, as if the key were absent"
 _WINDOW_OF_RANKS = f"{_TRAIN} / ({_MICRO} x ranks)"
 
 
-def assumed(given: DocumentValues) -> dict[str, Any]:
+def assumed(document: DocumentValues) -> dict[str, Any]:
     """What DeepSpeed makes of the sizes that are not there (DeepSpeed 0.19.8, runtime/config.py,
     _set_batch_related_parameters).
     """
-    train, micro, window = (quiet(integer(1), given.get(key)) for key in (_TRAIN, _MICRO, _WINDOW))
-    ranks = readers(given)
-    said = {key for key in (_MICRO, _WINDOW) if given.get(key) is not None}
-    found: dict[str, Any] = {}
-    if _WINDOW not in said and (train or _MICRO in said):
-        found[_WINDOW] = 1 if not train or _MICRO not in said else _quotient(train, micro, ranks) or _WINDOW_OF_RANKS
-    if _MICRO not in said and train:
-        found[_MICRO] = _quotient(train, window or (None if _WINDOW in said else 1), ranks) or _MICRO_OF_RANKS
-    return found
+    train, micro, window = (quiet(integer(1), document.get(key)) for key in (_TRAIN, _MICRO, _WINDOW))
+    ranks = readers(document)
+    written = {key for key in (_MICRO, _WINDOW) if document.get(key) is not None}
+    defaults: dict[str, Any] = {}
+    if _WINDOW not in written and (train or _MICRO in written):
+        defaults[_WINDOW] = (
+            1 if not train or _MICRO not in written else _quotient(train, micro, ranks) or _WINDOW_OF_RANKS
+        )
+    if _MICRO not in written and train:
+        defaults[_MICRO] = _quotient(train, window or (None if _WINDOW in written else 1), ranks) or _MICRO_OF_RANKS
+    return defaults
 
 
-def _quotient(train: int, other: int | None, ranks: int | None) -> int | str | None:
-    if not other or not ranks:
+def _quotient(train: int, factor: int | None, ranks: int | None) -> int | str | None:
+    if not factor or not ranks:
         return None
-    return train // (other * ranks) if train % (other * ranks) == 0 else f"{train} / ({other} x {ranks})"
+    return train // (factor * ranks) if train % (factor * ranks) == 0 else f"{train} / ({factor} x {ranks})"
 
 
 def _size(key: str, derived: str, who: str) -> Key:
     field = f"training.{key.removeprefix('train_').removesuffix('_per_gpu')}"
 
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
-        value = assumed(given).get(key) if value is None else value
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
+        value = assumed(document).get(key) if value is None else value
         if value in (AUTO, derived):
             return undecided(
                 f"{who} {ARGUMENTS}" if value == AUTO else "the number of ranks; add --world-size N", field
@@ -59,29 +61,29 @@ def _size(key: str, derived: str, who: str) -> Key:
     return Key(read, field)
 
 
-def _global(value: Any, given: DocumentValues) -> KeyEffect:
+def _global(value: Any, document: DocumentValues) -> KeyEffect:
     if value == AUTO:
         return dropped("is the product of the other two and the ranks")
     if value is None:
         return dropped(_ABSENT)
     size = integer(1)(value)
-    others = [quiet(integer(1), given.get(key)) for key in (_MICRO, _WINDOW)]
-    ranks = readers(given)
+    others = [quiet(integer(1), document.get(key)) for key in (_MICRO, _WINDOW)]
+    ranks = readers(document)
     if ranks and all(others) and size != others[0] * others[1] * ranks:
-        product = f"{others[0]} x {others[1]} x {ranks} {'ranks' if sharing(given) == 1 else 'groups of ranks'}"
+        product = f"{others[0]} x {others[1]} x {ranks} {'ranks' if sharing(document) == 1 else 'groups of ranks'}"
         raise Unreadable(
             f"must be {_MICRO} x {_WINDOW} x ranks, got {size} for {product}, which DeepSpeed refuses too; correct one"
         )
     return KeyEffect(fields={"training.global_batch_size": size})
 
 
-def _clipping(value: Any, given: DocumentValues) -> KeyEffect:
+def _clipping(value: Any, document: DocumentValues) -> KeyEffect:
     if value == AUTO:
         return undecided(f"max_grad_norm {ARGUMENTS}", "training.gradient_clipping")
     fields = {"training.gradient_clipping": number(0)(value) or None}
     return (
         KeyEffect(fields=fields)
-        if "gradient_clipping" in given
+        if "gradient_clipping" in document
         else KeyEffect(note=_CLIPS, fields=fields, notable=True)
     )
 

@@ -26,14 +26,14 @@ def quiet(convert: Callable[[Any], Any], value: Any, otherwise: Any = None) -> A
         return otherwise
 
 
-def sharing(given: DocumentValues) -> int:
+def sharing(document: DocumentValues) -> int:
     """How many ranks share each sample."""
-    return int(quiet(integer(1), given.get(SHARING), 1))
+    return int(quiet(integer(1), document.get(SHARING), 1))
 
 
-def readers(given: DocumentValues) -> int | None:
+def readers(document: DocumentValues) -> int | None:
     """How many ranks or groups of them read samples of their own; None where it is not known."""
-    return given.topology.world_size // sharing(given) if given.topology else None
+    return document.topology.world_size // sharing(document) if document.topology else None
 
 
 def dropped(note: str) -> KeyEffect:
@@ -54,12 +54,14 @@ def only(key: Key, holds: Callable[[DocumentValues], bool], otherwise: str) -> K
         holds: Whether it is one of them.
         otherwise: Why nothing is lost in the others.
     """
-    return key._replace(read=lambda value, given: key.read(value, given) if holds(given) else dropped(otherwise))
+    return key._replace(
+        read=lambda value, document: key.read(value, document) if holds(document) else dropped(otherwise)
+    )
 
 
 def unless_auto(key: Key, otherwise: str) -> Key:
     """A row for a key whose `"auto"` concerns time and memory alone."""
-    return key._replace(read=lambda value, given: dropped(otherwise) if value == AUTO else key.read(value, given))
+    return key._replace(read=lambda value, document: dropped(otherwise) if value == AUTO else key.read(value, document))
 
 
 def spelt(key: Key, name: str, *, rejected_upstream: bool = False) -> Key:
@@ -72,58 +74,58 @@ def spelt(key: Key, name: str, *, rejected_upstream: bool = False) -> Key:
         rejected_upstream: Whether DeepSpeed no longer takes the other spelling.
     """
 
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
-        return key.read(value, given)._replace(copy_verbatim=False, rejected_upstream=rejected_upstream)
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
+        return key.read(value, document)._replace(copy_verbatim=False, rejected_upstream=rejected_upstream)
 
     return key._replace(read=read, note=f"another spelling of {name}")
 
 
-def stage(given: DocumentValues) -> int:
+def stage(document: DocumentValues) -> int:
     """ZeRO's stage; 0 where the config has none, as DeepSpeed assumes, and 2 for `auto`, as Accelerate does
     (utils/dataclasses.py).
     """
-    block = given.get("zero_optimization")
+    block = document.get("zero_optimization")
     if isinstance(block, bool | int | str):
         return int(quiet(boolean, block, block if isinstance(block, int) and block in range(4) else False))
-    said = given.get("zero_optimization.stage")
-    return 2 if said == AUTO else int(quiet(integer(0, 3), said, 0))
+    stage_value = document.get("zero_optimization.stage")
+    return 2 if stage_value == AUTO else int(quiet(integer(0, 3), stage_value, 0))
 
 
-def may_reach(given: DocumentValues, least: int) -> bool:
+def may_reach(document: DocumentValues, least: int) -> bool:
     """Whether the stage is this one or a later one, or still to be decided."""
-    return stage(given) >= least or given.get("zero_optimization.stage") == AUTO
+    return stage(document) >= least or document.get("zero_optimization.stage") == AUTO
 
 
-def device(given: DocumentValues, what: str) -> str:
+def device(document: DocumentValues, state: str) -> str:
     """Where `param` or `optimizer` live: `none`, `cpu` or `nvme`; `auto` if that is still to be decided."""
-    if not may_reach(given, LEAST_STAGE[what]):
+    if not may_reach(document, LEAST_STAGE[state]):
         return "none"
-    old = {"param": ("cpu_offload_param", "cpu_offload_params"), "optimizer": ("cpu_offload",)}[what]
-    if any(quiet(boolean, given.get(f"zero_optimization.{name}"), False) for name in old):
+    old = {"param": ("cpu_offload_param", "cpu_offload_params"), "optimizer": ("cpu_offload",)}[state]
+    if any(quiet(boolean, document.get(f"zero_optimization.{name}"), False) for name in old):
         return "cpu"
-    word = given.get(f"zero_optimization.offload_{what}.device")
-    return str(word).lower() if str(word).lower() in ("cpu", "nvme", AUTO) else "none"
+    device_name = document.get(f"zero_optimization.offload_{state}.device")
+    return str(device_name).lower() if str(device_name).lower() in ("cpu", "nvme", AUTO) else "none"
 
 
-def _switches(given: DocumentValues) -> dict[str, Any]:
+def _switches(document: DocumentValues) -> dict[str, Any]:
     """What `enabled` of each 16-bit block says."""
-    bf16 = given.get("bf16.enabled")
-    return {"bf16": given.get("bfloat16.enabled") if bf16 is None else bf16, "fp16": given.get("fp16.enabled")}
+    bf16 = document.get("bf16.enabled")
+    return {"bf16": document.get("bfloat16.enabled") if bf16 is None else bf16, "fp16": document.get("fp16.enabled")}
 
 
-def compute(given: DocumentValues) -> str | Undecided:
+def compute(document: DocumentValues) -> str | Undecided:
     """Format of parameters and activations."""
-    said = _switches(given)
-    on = [name for name, value in said.items() if quiet(boolean, value, False)]
+    switches = _switches(document)
+    on = [name for name, value in switches.items() if quiet(boolean, value, False)]
     if on:
         return on[0]
-    if quiet(boolean, given.get("torch_autocast.enabled"), False):
-        return str(quiet(dtype, given.get("torch_autocast.dtype"), "bf16"))
-    open_ = [name for name, value in said.items() if value == AUTO]
+    if quiet(boolean, document.get("torch_autocast.enabled"), False):
+        return str(quiet(dtype, document.get("torch_autocast.dtype"), "bf16"))
+    open_ = [name for name, value in switches.items() if value == AUTO]
     return Undecided(f"{' and '.join(open_)} {ARGUMENTS}") if open_ else "fp32"
 
 
-def may_compute(given: DocumentValues, name: str) -> bool:
+def may_compute(document: DocumentValues, name: str) -> bool:
     """Whether the model computes in this format, or it is still to be decided whether."""
-    found = compute(given)
-    return _switches(given).get(name) == AUTO if isinstance(found, Undecided) else found == name
+    dtype_name = compute(document)
+    return _switches(document).get(name) == AUTO if isinstance(dtype_name, Undecided) else dtype_name == name

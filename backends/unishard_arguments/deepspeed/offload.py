@@ -26,47 +26,49 @@ _LOW = {
 }
 
 
-def _place(what: str) -> Key:
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
-        if value == AUTO and may_reach(given, LEAST_STAGE[what]):
-            return undecided(_BY_ACCELERATE.format(what), _FIELDS[what])
+def _place(state: str) -> Key:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
+        if value == AUTO and may_reach(document, LEAST_STAGE[state]):
+            return undecided(_BY_ACCELERATE.format(state), _FIELDS[state])
         place = "none" if value in (None, AUTO) else _PLACES(value)
-        if place != "none" and device(given, what) == "none":
-            return dropped(_LOW[what])
-        if place == "nvme" and not quiet(text, given.get(f"{_Z}offload_{what}.nvme_path")):
+        if place != "none" and device(document, state) == "none":
+            return dropped(_LOW[state])
+        if place == "nvme" and not quiet(text, document.get(f"{_Z}offload_{state}.nvme_path")):
             raise Unreadable("must have an nvme_path beside it, got none; write a directory on a local disk")
-        return KeyEffect(fields={_FIELDS[what]: place})
+        return KeyEffect(fields={_FIELDS[state]: place})
 
-    return Key(read, _FIELDS[what])
+    return Key(read, _FIELDS[state])
 
 
-def _switch(what: str, note: str) -> Key:
+def _switch(state: str, note: str) -> Key:
     """A boolean of older versions."""
 
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         if not boolean(value):
             return dropped("is off")
-        if device(given, what) == "none":
-            return dropped(_LOW[what])
-        return KeyEffect(note=note, fields={_FIELDS[what]: "cpu"})
+        if device(document, state) == "none":
+            return dropped(_LOW[state])
+        return KeyEffect(note=note, fields={_FIELDS[state]: "cpu"})
 
-    return Key(read, _FIELDS[what], note=note)
+    return Key(read, _FIELDS[state], note=note)
 
 
-def _path(what: str) -> Key:
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
-        if device(given, what) not in ("nvme", AUTO) or value is None:
+def _path(state: str) -> Key:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
+        if device(document, state) not in ("nvme", AUTO) or value is None:
             return dropped("only used with nvme")
         return KeyEffect(fields={"offload.nvme_path": text(value)})
 
     return Key(read, "offload.nvme_path")
 
 
-def _pin(what: str) -> Key:
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
-        pins = {name: given.get(f"{_Z}offload_{name}.pin_memory") for name in _FIELDS if device(given, name) != "none"}
+def _pin(state: str) -> Key:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
+        pins = {
+            name: document.get(f"{_Z}offload_{name}.pin_memory") for name in _FIELDS if device(document, name) != "none"
+        }
         pinned = any(quiet(boolean, True if value is None else value, True) for value in pins.values())
-        if device(given, what) == "none" or value == AUTO:
+        if device(document, state) == "none" or value == AUTO:
             return dropped("nothing is offloaded here")
         if boolean(value) != pinned:
             return dropped("parameters and optimizer are pinned alike; affects only time")
@@ -75,8 +77,8 @@ def _pin(what: str) -> Key:
     return Key(read, "offload.pin_memory")
 
 
-def _pin_both(value: Any, given: DocumentValues) -> KeyEffect:
-    if all(device(given, what) == "none" for what in _FIELDS):
+def _pin_both(value: Any, document: DocumentValues) -> KeyEffect:
+    if all(device(document, what) == "none" for what in _FIELDS):
         return dropped("nothing is offloaded")
     return KeyEffect(fields={"offload.pin_memory": boolean(value)})
 
@@ -84,8 +86,8 @@ def _pin_both(value: Any, given: DocumentValues) -> KeyEffect:
 _PART = "the whole optimizer is offloaded; affects only memory"
 
 
-def _part(value: Any, given: DocumentValues) -> KeyEffect:
-    if stage(given) == 3 or value == AUTO or number(0, 1)(value) == 1:
+def _part(value: Any, document: DocumentValues) -> KeyEffect:
+    if stage(document) == 3 or value == AUTO or number(0, 1)(value) == 1:
         return dropped(_PART)
     return KeyEffect(
         Fit.IGNORED, f"{_PART}; DeepSpeed 0.19.8 takes less than 1 only at stage 3", rejected_upstream=True

@@ -60,67 +60,67 @@ _OTHERS = (
 )
 
 
-def _name(given: DocumentValues) -> str | None:
+def _name(document: DocumentValues) -> str | None:
     """The value of `optimizer.name`; None where there is none, or one that is not supported."""
-    word = str(given.get("optimizer.type") or "").strip().lower()
-    if word == "adam" and not quiet(boolean, given.get(f"{_P}adam_w_mode"), True):
+    name = str(document.get("optimizer.type") or "").strip().lower()
+    if name == "adam" and not quiet(boolean, document.get(f"{_P}adam_w_mode"), True):
         return "adam"
-    return _NAMES.get(word)
+    return _NAMES.get(name)
 
 
-def assumed(given: DocumentValues) -> dict[str, Any]:
+def assumed(document: DocumentValues) -> dict[str, Any]:
     """Defaults of the class that DeepSpeed would build, where they are not the schema's."""
-    name = _name(given)
+    name = _name(document)
     if name is None:
         return {}
-    torchs = quiet(boolean, given.get(f"{_P}torch_adam"), False)
+    torchs = quiet(boolean, document.get(f"{_P}torch_adam"), False)
     decay = 0.01 if name == "adamw" and torchs else 0.0
     rate = 0.01 if name == "adagrad" else 0.001
     return {f"{_P}lr": rate, f"{_P}weight_decay": decay} | ({f"{_P}betas": [0.9, 0.999]} if name == "lion" else {})
 
 
-def _base_lr(given: DocumentValues) -> Any:
+def _base_lr(document: DocumentValues) -> Any:
     """The rate that the optimizer's section says: a number, `Undecided`, or None where it says nothing."""
-    value = given.get(f"{_P}lr")
-    value = assumed(given).get(f"{_P}lr") if value is None else value
+    value = document.get(f"{_P}lr")
+    value = assumed(document).get(f"{_P}lr") if value is None else value
     return Undecided(f"learning_rate {ARGUMENTS}") if value == AUTO else quiet(number(0), value)
 
 
-def peak_of(given: DocumentValues) -> Any:
+def peak_of(document: DocumentValues) -> Any:
     """The rate at the top of the schedule, which DeepSpeed's warm-ups write over that of the optimizer."""
-    if given.get("scheduler.type") not in ("WarmupLR", "WarmupDecayLR"):
-        return _base_lr(given)
-    top = given.get("scheduler.params.warmup_max_lr")
-    found = quiet(number(0), top)
-    if found is None and top is None and given.get("scheduler.type") == "WarmupDecayLR":
-        found = 0.001
-    if found is not None:
-        return found
+    if document.get("scheduler.type") not in ("WarmupLR", "WarmupDecayLR"):
+        return _base_lr(document)
+    top = document.get("scheduler.params.warmup_max_lr")
+    peak = quiet(number(0), top)
+    if peak is None and top is None and document.get("scheduler.type") == "WarmupDecayLR":
+        peak = 0.001
+    if peak is not None:
+        return peak
     return (
-        _base_lr(given)
-        if _base_lr(given) is not None
+        _base_lr(document)
+        if _base_lr(document) is not None
         else Undecided(f"learning_rate {ARGUMENTS}")
         if top == AUTO
         else None
     )
 
 
-def _type(value: Any, given: DocumentValues) -> KeyEffect:
-    word = str(value).strip().lower()
-    if word in _REFUSED:
-        return KeyEffect(Fit.UNSUPPORTED, f"{value} {_REFUSED[word]}")
-    name = _name(given)
+def _type(value: Any, document: DocumentValues) -> KeyEffect:
+    type_name = str(value).strip().lower()
+    if type_name in _REFUSED:
+        return KeyEffect(Fit.UNSUPPORTED, f"{value} {_REFUSED[type_name]}")
+    name = _name(document)
     if name is None:
         raise Unreadable(f"must be Adam, AdamW, SGD, Adagrad or Lion, got {value!r}; build it in the training script")
-    adam = word == "adam" and name == "adamw"
+    adam = type_name == "adam" and name == "adamw"
     note = 'DeepSpeed\'s "Adam" decouples the weight decay unless adam_w_mode is false, so it is AdamW' if adam else ""
     return KeyEffect(note=note, fields={"optimizer.name": name})
 
 
-def _rate(value: Any, given: DocumentValues) -> KeyEffect:
+def _rate(value: Any, document: DocumentValues) -> KeyEffect:
     if value != AUTO:
         number(0)(value)
-    peak, own = peak_of(given), _base_lr(given)
+    peak, own = peak_of(document), _base_lr(document)
     if own != peak:
         return dropped("the scheduler's warmup_max_lr is written over it")
     return _decided("optimizer.lr", peak)
@@ -133,7 +133,7 @@ def _decided(field: str, value: Any) -> KeyEffect:
 
 
 def _param(name: str, convert: Any) -> Key:
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         if value == AUTO and name in _ARGUMENTS:
             return _decided(f"optimizer.{name}", Undecided(f"{_ARGUMENTS[name]} {ARGUMENTS}"))
         return KeyEffect(fields={f"optimizer.{name}": convert(value)})
@@ -148,21 +148,21 @@ def _betas(value: Any) -> tuple[float, float]:
     return first, second
 
 
-def _bias_correction(value: Any, given: DocumentValues) -> KeyEffect:
-    if boolean(value) or _name(given) not in ("adamw", "adam"):
+def _bias_correction(value: Any, document: DocumentValues) -> KeyEffect:
+    if boolean(value) or _name(document) not in ("adamw", "adam"):
         return dropped("is on, as in torch") if boolean(value) else dropped("belongs to Adam and Lamb")
     note = "torch's Adam corrects its moments, so about the first 1 / (1 - beta2) updates differ"
     return KeyEffect(Fit.APPROXIMATE, note)
 
 
-def _max_grad_norm(value: Any, given: DocumentValues) -> KeyEffect:
+def _max_grad_norm(value: Any, document: DocumentValues) -> KeyEffect:
     note = "DeepSpeed 0.19.8 refuses it here and reads gradient_clipping"
-    if "gradient_clipping" in given:
+    if "gradient_clipping" in document:
         return KeyEffect(Fit.IGNORED, f"{note}, which is there", rejected_upstream=True)
     return KeyEffect(note=note, fields={"training.gradient_clipping": number(0)(value) or None}, rejected_upstream=True)
 
 
-def _fp32_states(value: Any, given: DocumentValues) -> KeyEffect:
+def _fp32_states(value: Any, document: DocumentValues) -> KeyEffect:
     return (
         dropped("is on: the state is fp32")
         if boolean(value)

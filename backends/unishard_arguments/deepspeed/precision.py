@@ -28,116 +28,118 @@ _USUAL_HYSTERESIS = 2
 _AUTOCAST = "DeepSpeed casts operations (torch.autocast); here parameters are cast"
 
 
-def assumed(given: DocumentValues) -> dict[str, Any]:
+def assumed(document: DocumentValues) -> dict[str, Any]:
     """Formats and a scale that DeepSpeed takes where the config is silent."""
-    found: dict[str, Any] = {}
-    if compute(given) != "fp32":
-        found |= {"communication_data_type": None, "data_types.grad_accum_dtype": None}
-        if sharing(given) > 1:
-            found |= {"seq_parallel_communication_data_type": "fp32"}
-    if _dynamic(given):
-        found |= {"fp16.loss_scale_window": 1000, "fp16.hysteresis": _USUAL_HYSTERESIS}
-    return found
+    defaults: dict[str, Any] = {}
+    if compute(document) != "fp32":
+        defaults |= {"communication_data_type": None, "data_types.grad_accum_dtype": None}
+        if sharing(document) > 1:
+            defaults |= {"seq_parallel_communication_data_type": "fp32"}
+    if _dynamic(document):
+        defaults |= {"fp16.loss_scale_window": 1000, "fp16.hysteresis": _USUAL_HYSTERESIS}
+    return defaults
 
 
-def _fp16(given: DocumentValues) -> bool:
-    return may_compute(given, "fp16") and not quiet(boolean, given.get("torch_autocast.enabled"), False)
+def _fp16(document: DocumentValues) -> bool:
+    return may_compute(document, "fp16") and not quiet(boolean, document.get("torch_autocast.enabled"), False)
 
 
-def _dynamic(given: DocumentValues) -> bool:
-    return _fp16(given) and not quiet(number(0), given.get("fp16.loss_scale"), 0)
+def _dynamic(document: DocumentValues) -> bool:
+    return _fp16(document) and not quiet(number(0), document.get("fp16.loss_scale"), 0)
 
 
 def _enabled(name: str) -> Key:
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         if value != AUTO and boolean(value):
             return KeyEffect(fields={"precision.compute": name})
-        found = compute(given)
-        if isinstance(found, Undecided):
-            return undecided(found.who, "precision.compute")
+        dtype_name = compute(document)
+        if isinstance(dtype_name, Undecided):
+            return undecided(dtype_name.who, "precision.compute")
         if value == AUTO:
-            return dropped(f"precision.compute is {found}, so this comes out as false")
-        return KeyEffect(fields={"precision.compute": found})
+            return dropped(f"precision.compute is {dtype_name}, so this comes out as false")
+        return KeyEffect(fields={"precision.compute": dtype_name})
 
     return Key(read, "precision.compute")
 
 
-def _autocast(value: Any, given: DocumentValues) -> KeyEffect:
+def _autocast(value: Any, document: DocumentValues) -> KeyEffect:
     if not boolean(value):
         return dropped("is off")
     return KeyEffect(
-        Fit.APPROXIMATE, _AUTOCAST, {"precision.compute": quiet(dtype, given.get("torch_autocast.dtype"), "bf16")}
+        Fit.APPROXIMATE, _AUTOCAST, {"precision.compute": quiet(dtype, document.get("torch_autocast.dtype"), "bf16")}
     )
 
 
-def _reduce(value: Any, given: DocumentValues) -> KeyEffect:
-    if sharing(given) > 1:
+def _reduce(value: Any, document: DocumentValues) -> KeyEffect:
+    if sharing(document) > 1:
         return dropped("seq_parallel_communication_data_type decides instead, fp32 where it is absent")
     if value is not None:
         return KeyEffect(fields={"precision.reduce": dtype(value)})
-    found = compute(given)
-    if isinstance(found, Undecided):
+    dtype_name = compute(document)
+    if isinstance(dtype_name, Undecided):
         return undecided("precision.compute, the default of DeepSpeed", "precision.reduce")
-    return KeyEffect(note="by default DeepSpeed reduces in the dtype of compute", fields={"precision.reduce": found})
+    return KeyEffect(
+        note="by default DeepSpeed reduces in the dtype of compute", fields={"precision.reduce": dtype_name}
+    )
 
 
-def _reduce_wide(value: Any, given: DocumentValues) -> KeyEffect:
+def _reduce_wide(value: Any, document: DocumentValues) -> KeyEffect:
     if not boolean(value):
         return KeyEffect(Fit.IGNORED, "is off")
     note = "a name of older versions, ignored by 0.19.8: communication_data_type: fp32"
     return KeyEffect(note=note, fields={"precision.reduce": "fp32"}, rejected_upstream=True)
 
 
-def _accumulate(value: Any, given: DocumentValues) -> KeyEffect:
+def _accumulate(value: Any, document: DocumentValues) -> KeyEffect:
     """Where the key is absent, DeepSpeed adds up in the format of compute: the one default that is not taken over."""
     if value is not None:
         return KeyEffect(fields={"precision.accumulate": dtype(value)})
-    if _pure(given):
-        return KeyEffect(fields={"precision.accumulate": compute(given)})
-    if quiet(integer(1), given.get("gradient_accumulation_steps")) == 1:
+    if _pure(document):
+        return KeyEffect(fields={"precision.accumulate": compute(document)})
+    if quiet(integer(1), document.get("gradient_accumulation_steps")) == 1:
         return KeyEffect(
             note="nothing is added up in a window of one micro-batch", fields={"precision.accumulate": "fp32"}
         )
     return KeyEffect(Fit.EQUIVALENT, _ADDED_UP, {"precision.accumulate": "fp32"})
 
 
-def _pure(given: DocumentValues) -> bool:
-    found = compute(given)
-    return quiet(boolean, given.get(f"{found}.{found}_master_weights_and_grads"), False) is True
+def _pure(document: DocumentValues) -> bool:
+    dtype_name = compute(document)
+    return quiet(boolean, document.get(f"{dtype_name}.{dtype_name}_master_weights_and_grads"), False) is True
 
 
 def _masters(name: str) -> Key:
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         if not boolean(value):
             return dropped("is off: the masters are fp32")
-        if not may_compute(given, name):
+        if not may_compute(document, name):
             return dropped(f"{name} is off")
-        states = name == "bf16" and not quiet(boolean, given.get("bf16.bf16_optimizer_states"), False)
+        states = name == "bf16" and not quiet(boolean, document.get("bf16.bf16_optimizer_states"), False)
         note = "DeepSpeed keeps an fp32 state; elsewhere it has the dtype of the master weights" if states else ""
         return KeyEffect(Fit.APPROXIMATE if states else Fit.EXACT, note, {"precision.master": name})
 
     return Key(read, "precision.master")
 
 
-def _states(value: Any, given: DocumentValues) -> KeyEffect:
-    if boolean(value) and not quiet(boolean, given.get("bf16.bf16_master_weights_and_grads"), False):
+def _states(value: Any, document: DocumentValues) -> KeyEffect:
+    if boolean(value) and not quiet(boolean, document.get("bf16.bf16_master_weights_and_grads"), False):
         raise Unreadable("must be false without bf16_master_weights_and_grads; write both")
     return dropped("the state has the format of the masters") if boolean(value) else dropped("is off")
 
 
-def _param_dtype(value: Any, given: DocumentValues) -> KeyEffect:
+def _param_dtype(value: Any, document: DocumentValues) -> KeyEffect:
     return dropped("is null") if value is None else KeyEffect(fields={"precision.compute": dtype(value)})
 
 
-def _loss_scale(value: Any, given: DocumentValues) -> KeyEffect:
+def _loss_scale(value: Any, document: DocumentValues) -> KeyEffect:
     return KeyEffect(fields={"precision.loss_scale": number(0)(value) or "dynamic"})
 
 
-def _hysteresis(value: Any, given: DocumentValues) -> KeyEffect:
+def _hysteresis(value: Any, document: DocumentValues) -> KeyEffect:
     if integer(1)(value) == 1:
         return KeyEffect(note="each overflow halves the scale, as elsewhere")
     note = f"DeepSpeed halves the loss scale after {integer(1)(value)} overflows, others after each"
-    if compute(given) != "fp16":
+    if compute(document) != "fp16":
         return dropped(f"if precision.compute is fp16, {note}")
     # 2 is the default, which the examples of DeepSpeed also spell out: it is not a choice.
     usual = integer(1)(value) == _USUAL_HYSTERESIS
@@ -147,8 +149,8 @@ def _hysteresis(value: Any, given: DocumentValues) -> KeyEffect:
     )
 
 
-def _least(value: Any, given: DocumentValues) -> KeyEffect:
-    if value in (None, AUTO) or quiet(integer(1), value) is not None or not _dynamic(given):
+def _least(value: Any, document: DocumentValues) -> KeyEffect:
+    if value in (None, AUTO) or quiet(integer(1), value) is not None or not _dynamic(document):
         return dropped(_LEAST)
     number(0)(value)
     return KeyEffect(
@@ -158,10 +160,10 @@ def _least(value: Any, given: DocumentValues) -> KeyEffect:
     )
 
 
-def _overflow(value: Any, given: DocumentValues) -> KeyEffect:
-    found, at = compute(given), stage(given)
-    read = (found, at) in (("bf16", 1), ("bf16", 2), ("fp32", 0))  # the last checks nothing either way
-    if not boolean(value) and isinstance(found, Undecided) and may_compute(given, "bf16") and at in (1, 2):
+def _overflow(value: Any, document: DocumentValues) -> KeyEffect:
+    dtype_name, at = compute(document), stage(document)
+    read = (dtype_name, at) in (("bf16", 1), ("bf16", 2), ("fp32", 0))  # the last checks nothing either way
+    if not boolean(value) and isinstance(dtype_name, Undecided) and may_compute(document, "bf16") and at in (1, 2):
         return undecided("precision.compute: ignore in bf16, otherwise skip", "training.nonfinite")
     if boolean(value) or not read:
         return dropped("is on, or unused: only used at stages 1 and 2 in bf16")
@@ -179,7 +181,7 @@ def _scaling(read: Any, holds: Any = _dynamic, field: str = "") -> Key:
     return only(Key(read, field), holds, _OFF if holds is _fp16 else _STATIC)
 
 
-def _kept(value: Any, given: DocumentValues) -> KeyEffect:
+def _kept(value: Any, document: DocumentValues) -> KeyEffect:
     if value == "auto":
         return KeyEffect(fields={"precision.keep_fp32": "auto"})
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
@@ -227,11 +229,11 @@ KEYS: Mapping[str, Key] = {
     "fp16.enabled": _enabled("fp16"),
     "fp16.loss_scale": _scaling(_loss_scale, _fp16, "precision.loss_scale"),
     "fp16.initial_scale_power": _scaling(
-        lambda value, given: KeyEffect(fields={"precision.initial_loss_scale": 2.0 ** integer(0, 127)(value)}),
+        lambda value, document: KeyEffect(fields={"precision.initial_loss_scale": 2.0 ** integer(0, 127)(value)}),
         field="precision.initial_loss_scale",
     ),
     "fp16.loss_scale_window": _scaling(
-        lambda value, given: KeyEffect(fields={"precision.loss_scale_growth_interval": integer(1)(value)}),
+        lambda value, document: KeyEffect(fields={"precision.loss_scale_growth_interval": integer(1)(value)}),
         field="precision.loss_scale_growth_interval",
     ),
     "fp16.hysteresis": _scaling(_hysteresis),

@@ -24,28 +24,32 @@ def _own(key: str, row: Row) -> Key:
         if same
         else "only DeepSpeed has it, so another engine trains without it"
     )
-    found = own(f"deepspeed.{key}", convert, Fit.IGNORED if same else Fit.APPROXIMATE, note)
+    native_row = own(f"deepspeed.{key}", convert, Fit.IGNORED if same else Fit.APPROXIMATE, note)
     usual = False if row.constant is NOTHING and row.values.types == (bool,) else row.constant
 
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         if value is None or value == AUTO:
             return dropped("DeepSpeed's default stands, or what transformers computes; affects only time and memory")
-        return dropped("the value without the key") if convert(value) == usual else found.read(value, given)
+        return dropped("the value without the key") if convert(value) == usual else native_row.read(value, document)
 
-    return _limited(key, found._replace(read=read))
+    return _limited(key, native_row._replace(read=read))
 
 
 def _limited(key: str, row: Key) -> Key:
     """The row, for the cases in which DeepSpeed reads the key."""
     if ".stage3_" in key:
-        return only(row, lambda given: may_reach(given, 3), "only used at stage 3")
+        return only(row, lambda document: may_reach(document, 3), "only used at stage 3")
     if ".offload_" in key or key == "aio":
         places = [what for what in ("param", "optimizer") if key == "aio" or f".offload_{what}." in key]
         return only(
-            row, lambda given: any(device(given, what) in ("nvme", AUTO) for what in places), "only used with nvme"
+            row,
+            lambda document: any(device(document, what) in ("nvme", AUTO) for what in places),
+            "only used with nvme",
         )
     if key in ("prescale_gradients", "gradient_predivide_factor"):
-        return only(row, lambda given: stage(given) < 2, "DeepSpeed divides before the sum only at stages 0 and 1")
+        return only(
+            row, lambda document: stage(document) < 2, "DeepSpeed divides before the sum only at stages 0 and 1"
+        )
     return row
 
 
@@ -54,7 +58,7 @@ def _log(row: Row) -> Key:
     type.
     """
 
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         if value is None or value in (AUTO, math.inf):  # Accelerate silences DeepSpeed with steps_per_print: inf
             return KeyEffect(Fit.IGNORED, _LOGS)
         row.values.convert(value)
@@ -65,8 +69,8 @@ def _log(row: Row) -> Key:
 
 def _off(value: Any) -> bool:
     """Whether a section is off: it says so wherever it says anything."""
-    found = list(_switches(value))
-    return not value or value is None or (bool(found) and not any(found))
+    switches = list(_switches(value))
+    return not value or value is None or (bool(switches) and not any(switches))
 
 
 def _switches(value: Any) -> Any:
@@ -81,7 +85,7 @@ def _switches(value: Any) -> Any:
 def _removed(why: str) -> Key:
     """A section of older versions."""
 
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         if _off(value) or quiet(boolean, value) is False:
             return KeyEffect(Fit.IGNORED, "is off, but DeepSpeed 0.19.8 refuses the key", rejected_upstream=True)
         return KeyEffect(Fit.UNSUPPORTED, why)
@@ -91,8 +95,8 @@ def _removed(why: str) -> Key:
 
 def _size(value: Any) -> bool:
     """Whether a degree of parallelism is one, which is none."""
-    found = list(_degrees(value))
-    return _off(value) or not any(degree > 1 for degree in found)
+    degrees = list(_degrees(value))
+    return _off(value) or not any(degree > 1 for degree in degrees)
 
 
 def _degrees(value: Any) -> Any:
@@ -111,7 +115,7 @@ _COMPILE = "only used by engine.compile() in the script; set compile.mode for to
 _LOGS = "only logs and timers"
 
 
-def _tensor_parallel(value: Any, given: DocumentValues) -> KeyEffect:
+def _tensor_parallel(value: Any, document: DocumentValues) -> KeyEffect:
     if not _size(value):
         return KeyEffect(Fit.UNSUPPORTED, _RANKS)
     unknown = isinstance(value, Mapping) and "enabled" in value
@@ -122,7 +126,7 @@ def _tensor_parallel(value: Any, given: DocumentValues) -> KeyEffect:
     )
 
 
-def _compile(value: Any, given: DocumentValues) -> KeyEffect:
+def _compile(value: Any, document: DocumentValues) -> KeyEffect:
     old = sorted(value.keys() - COMPILE) if isinstance(value, Mapping) else []
     if not old:
         return dropped(_COMPILE)

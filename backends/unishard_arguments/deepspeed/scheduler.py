@@ -36,26 +36,26 @@ _SCRIPT = "use linear or cosine, or build the scheduler in the training script"
 _BEHIND = "DeepSpeed starts at 0 and warms up one update late; the cosine is the same"
 
 
-def _kind(given: DocumentValues) -> str:
-    return str(given.get("scheduler.type") or "")
+def _kind(document: DocumentValues) -> str:
+    return str(document.get("scheduler.type") or "")
 
 
-def assumed(given: DocumentValues) -> dict[str, Any]:
+def assumed(document: DocumentValues) -> dict[str, Any]:
     """Defaults of DeepSpeed's schedules (DeepSpeed 0.19.8, runtime/lr_schedules.py)."""
-    kind = _kind(given)
-    found: dict[str, Any] = {}
+    kind = _kind(document)
+    defaults: dict[str, Any] = {}
     if kind in _WARM:
-        found |= {"warmup_num_steps": 1000, "warmup_type": "log"}
-    if kind == "WarmupDecayLR" and not any(f"{_P}{name}" in given for name in ("warmup_max_lr",)):
-        found |= {"warmup_max_lr": 0.001}
+        defaults |= {"warmup_num_steps": 1000, "warmup_type": "log"}
+    if kind == "WarmupDecayLR" and not any(f"{_P}{name}" in document for name in ("warmup_max_lr",)):
+        defaults |= {"warmup_max_lr": 0.001}
     if kind == "WarmupCosineLR":
-        found |= {"cos_min_ratio": 0.0001}
+        defaults |= {"cos_min_ratio": 0.0001}
     if kind == "LinearLR":  # torch 2.13
-        found |= {"start_factor": 1 / 3, "end_factor": 1.0, "total_iters": 5}
-    return {f"{_P}{name}": value for name, value in found.items()}
+        defaults |= {"start_factor": 1 / 3, "end_factor": 1.0, "total_iters": 5}
+    return {f"{_P}{name}": value for name, value in defaults.items()}
 
 
-def _type(value: Any, given: DocumentValues) -> KeyEffect:
+def _type(value: Any, document: DocumentValues) -> KeyEffect:
     if value in _ONLY:
         note = (
             f"{value} is not supported; build the scheduler in the training script, or set constant, linear or cosine"
@@ -71,28 +71,28 @@ def _type(value: Any, given: DocumentValues) -> KeyEffect:
         hint = f"did you mean {near!r}?" if near else _SCRIPT
         raise Unreadable(f"must be {', '.join(_SHAPES)}, got {value!r}; {hint}")
     total = _NEEDS.get(value)
-    if total and given.get(f"{_P}{total}") != AUTO and quiet(integer(1), given.get(f"{_P}{total}")) is None:
+    if total and document.get(f"{_P}{total}") != AUTO and quiet(integer(1), document.get(f"{_P}{total}")) is None:
         raise Unreadable(f"must have {total} among its params, the number of updates, got {value} without; write it")
-    said: dict[str, Any] = {"scheduler.name": _SHAPES[value]}
+    values: dict[str, Any] = {"scheduler.name": _SHAPES[value]}
     if value == "WarmupCosineLR":
-        return KeyEffect(Fit.APPROXIMATE, _BEHIND, said)
+        return KeyEffect(Fit.APPROXIMATE, _BEHIND, values)
     if value in _WARM:
         return KeyEffect(
-            note="DeepSpeed's first two updates both use its first rate", fields=said | {"scheduler.delay_steps": 1}
+            note="DeepSpeed's first two updates both use its first rate", fields=values | {"scheduler.delay_steps": 1}
         )
-    return KeyEffect(fields=said)
+    return KeyEffect(fields=values)
 
 
 def _of(kinds: tuple[str, ...], read: Callable[[Any, DocumentValues], KeyEffect], field: str) -> Key:
-    def checked(value: Any, given: DocumentValues) -> KeyEffect:
-        kind = _kind(given)
-        return read(value, given) if kind in kinds else dropped(f"{kind or 'no scheduler'} does not have it")
+    def checked(value: Any, document: DocumentValues) -> KeyEffect:
+        kind = _kind(document)
+        return read(value, document) if kind in kinds else dropped(f"{kind or 'no scheduler'} does not have it")
 
     return Key(checked, field)
 
 
 def _steps(field: str, who: str, low: int) -> Callable[[Any, DocumentValues], KeyEffect]:
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         if value == AUTO:
             return undecided(f"{who} {ARGUMENTS}", field)
         steps = integer(0 if low > 1 else 1)(value)
@@ -102,8 +102,8 @@ def _steps(field: str, who: str, low: int) -> Callable[[Any, DocumentValues], Ke
     return read
 
 
-def _top(value: Any, given: DocumentValues) -> KeyEffect:
-    peak = peak_of(given)
+def _top(value: Any, document: DocumentValues) -> KeyEffect:
+    peak = peak_of(document)
     if value == AUTO and not isinstance(peak, Undecided):
         return dropped("transformers fills in learning_rate, which the optimizer's lr says")
     if isinstance(peak, Undecided):
@@ -111,22 +111,22 @@ def _top(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(note="DeepSpeed writes it over the optimizer's lr", fields={"optimizer.lr": number(0)(value)})
 
 
-def _bottom(value: Any, given: DocumentValues) -> KeyEffect:
+def _bottom(value: Any, document: DocumentValues) -> KeyEffect:
     """The rate at which warm-up begins, and at which WarmupDecayLR ends."""
-    found = 0.0 if value == AUTO else number(0)(value)
-    peak = peak_of(given)
-    ends = ["scheduler.warmup_start_ratio"] + ["scheduler.min_lr_ratio"] * (_kind(given) == "WarmupDecayLR")
-    if found and not isinstance(peak, float | int):
-        return undecided(f"{found:g} / optimizer.lr, which the training script decides", *ends)
+    rate = 0.0 if value == AUTO else number(0)(value)
+    peak = peak_of(document)
+    ends = ["scheduler.warmup_start_ratio"] + ["scheduler.min_lr_ratio"] * (_kind(document) == "WarmupDecayLR")
+    if rate and not isinstance(peak, float | int):
+        return undecided(f"{rate:g} / optimizer.lr, which the training script decides", *ends)
     note = "transformers fills in 0" if value == AUTO else ""
-    return KeyEffect(note=note, fields=dict.fromkeys(ends, found / peak if found and peak else 0.0))
+    return KeyEffect(note=note, fields=dict.fromkeys(ends, rate / peak if rate and peak else 0.0))
 
 
 def _ratio(field: str) -> Callable[[Any, DocumentValues], KeyEffect]:
-    return lambda value, given: KeyEffect(fields={field: number(0, 1)(value)})
+    return lambda value, document: KeyEffect(fields={field: number(0, 1)(value)})
 
 
-def _climb(value: Any, given: DocumentValues) -> KeyEffect:
+def _climb(value: Any, document: DocumentValues) -> KeyEffect:
     if value not in ("log", "linear"):
         return KeyEffect(
             note=f"DeepSpeed does not know {value!r} and takes log", fields={"scheduler.warmup_type": "log"}
@@ -134,14 +134,14 @@ def _climb(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(fields={"scheduler.warmup_type": value})
 
 
-def _floor(value: Any, given: DocumentValues) -> KeyEffect:
-    peak, found = peak_of(given), number(0)(value)
-    if found and not isinstance(peak, float | int):
-        return undecided(f"{found:g} / optimizer.lr, which the training script decides", "scheduler.min_lr_ratio")
-    return KeyEffect(fields={"scheduler.min_lr_ratio": found / peak if found and peak else 0.0})
+def _floor(value: Any, document: DocumentValues) -> KeyEffect:
+    peak, rate = peak_of(document), number(0)(value)
+    if rate and not isinstance(peak, float | int):
+        return undecided(f"{rate:g} / optimizer.lr, which the training script decides", "scheduler.min_lr_ratio")
+    return KeyEffect(fields={"scheduler.min_lr_ratio": rate / peak if rate and peak else 0.0})
 
 
-def _start(value: Any, given: DocumentValues) -> KeyEffect:
+def _start(value: Any, document: DocumentValues) -> KeyEffect:
     if number(0)(value) != 1:
         raise Unreadable(f"must be 1, got {value!r}; {_SCRIPT}")
     return KeyEffect(note="begins at optimizer.lr")
@@ -199,8 +199,8 @@ def _type_of(cfg: Config) -> str | None:
 
 def _params(cfg: Config, **by_type: tuple[str, Any]) -> Native:
     """The parameter that the schedule's class has for a field."""
-    found = by_type.get(_type_of(cfg) or "")
-    return {"scheduler": {"params": {found[0]: found[1]}}} if found else {}
+    parameter = by_type.get(_type_of(cfg) or "")
+    return {"scheduler": {"params": {parameter[0]: parameter[1]}}} if parameter else {}
 
 
 def _name_of(cfg: Config, topology: Topology) -> Native:
@@ -221,8 +221,8 @@ def _warmup_of(cfg: Config, topology: Topology) -> Native:
 
 
 def _climb_of(cfg: Config, topology: Topology) -> Native:
-    word = ("warmup_type", cfg.scheduler.warmup_type)
-    return _params(cfg, WarmupLR=word, WarmupDecayLR=word, WarmupCosineLR=word)
+    parameter = ("warmup_type", cfg.scheduler.warmup_type)
+    return _params(cfg, WarmupLR=parameter, WarmupDecayLR=parameter, WarmupCosineLR=parameter)
 
 
 def _start_of(cfg: Config, topology: Topology) -> Native:

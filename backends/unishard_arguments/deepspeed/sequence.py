@@ -27,24 +27,24 @@ _REDUCES = "seq_parallel_communication_data_type"
 _ALONE = "only used with sequence parallelism"
 
 
-def _shared(value: Any, given: DocumentValues) -> KeyEffect:
+def _shared(value: Any, document: DocumentValues) -> KeyEffect:
     if value in (None, 0) or integer(1)(value) == 1:
         return dropped("is off")
     fields = {"parallel.sequence.size": integer(1)(value), "parallel.sequence.method": "ulysses"}
     return KeyEffect(Fit.APPROXIMATE, _WEIGHED, fields)
 
 
-def _groups(value: Any, given: DocumentValues) -> KeyEffect:
-    size, ranks = integer(1)(value), given.topology.world_size if given.topology else 1
-    if sharing(given) > 1 and ranks > 1 and size * sharing(given) != ranks:
+def _groups(value: Any, document: DocumentValues) -> KeyEffect:
+    size, ranks = integer(1)(value), document.topology.world_size if document.topology else 1
+    if sharing(document) > 1 and ranks > 1 and size * sharing(document) != ranks:
         raise Unreadable(
-            f"must be ranks / {SHARING}, got {size} for {ranks} ranks and {sharing(given)}; correct one of them"
+            f"must be ranks / {SHARING}, got {size} for {ranks} ranks and {sharing(document)}; correct one of them"
         )
     return dropped("follows from the number of ranks")
 
 
-def _reduced(value: Any, given: DocumentValues) -> KeyEffect:
-    if sharing(given) == 1 or value is None:
+def _reduced(value: Any, document: DocumentValues) -> KeyEffect:
+    if sharing(document) == 1 or value is None:
         return dropped(_ALONE)
     return KeyEffect(fields={"precision.reduce": dtype(value)})
 

@@ -23,40 +23,40 @@ _BY_TRANSFORMERS = "transformers computes it from the hidden size; affects only 
 _ONCE = 'in 0.19.8 this is an error; write {"stage": ...}'
 
 
-def assumed(given: DocumentValues) -> dict[str, Any]:
+def assumed(document: DocumentValues) -> dict[str, Any]:
     """ZeRO is off unless the config says otherwise."""
-    return {} if "zero_optimization" in given else {f"{_Z}stage": 0}
+    return {} if "zero_optimization" in document else {f"{_Z}stage": 0}
 
 
-def _shards(given: DocumentValues) -> int | None:
+def _shards(document: DocumentValues) -> int | None:
     """Ranks in a group of MiCS, which older versions had at stage 3."""
-    size = quiet(integer(2), given.get(f"{_Z}mics_shard_size"))
-    return int(size) if size and stage(given) == 3 else None
+    size = quiet(integer(2), document.get(f"{_Z}mics_shard_size"))
+    return int(size) if size and stage(document) == 3 else None
 
 
-def _stage(value: Any, given: DocumentValues) -> KeyEffect:
+def _stage(value: Any, document: DocumentValues) -> KeyEffect:
     if value == AUTO:
         return undecided("zero_stage of Accelerate's DeepSpeedPlugin, 2 by default", "sharding.strategy")
-    found = integer(0, 3)(value)
-    return KeyEffect(fields={"sharding.strategy": "hybrid_shard" if _shards(given) else _STAGES[found]})
+    stage_value = integer(0, 3)(value)
+    return KeyEffect(fields={"sharding.strategy": "hybrid_shard" if _shards(document) else _STAGES[stage_value]})
 
 
-def _whole(value: Any, given: DocumentValues) -> KeyEffect:
+def _whole(value: Any, document: DocumentValues) -> KeyEffect:
     """`zero_optimization` as a boolean, or as a number in old files."""
     if isinstance(value, bool):
         return KeyEffect(note="true means stage 1, and false stage 0", fields={"sharding.strategy": _STAGES[value]})
     if value is None or isinstance(value, Mapping):
         return KeyEffect(note="is empty: stage 0", fields={"sharding.strategy": "no_shard"})
-    found = quiet(integer(0, 3), value)
-    if found is None:
+    stage_value = quiet(integer(0, 3), value)
+    if stage_value is None:
         raise Unreadable(f'must be a mapping of keys, got {value!r}; write {{"stage": 3}} or another stage')
     return KeyEffect(
-        note=f"read as the stage; {_ONCE}", fields={"sharding.strategy": _STAGES[found]}, rejected_upstream=True
+        note=f"read as the stage; {_ONCE}", fields={"sharding.strategy": _STAGES[stage_value]}, rejected_upstream=True
     )
 
 
-def _mics(value: Any, given: DocumentValues) -> KeyEffect:
-    size = _shards(given)
+def _mics(value: Any, document: DocumentValues) -> KeyEffect:
+    size = _shards(document)
     if size is None:
         return KeyEffect(
             Fit.IGNORED,
@@ -67,30 +67,34 @@ def _mics(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(Fit.EQUIVALENT, note, {"sharding.group_size": size}, rejected_upstream=True)
 
 
-def _gathers_in_group(given: DocumentValues) -> int | None:
+def _gathers_in_group(document: DocumentValues) -> int | None:
     """Ranks in which the backward gathers again (hpZ), where they are known to be fewer than all and parameters do not
     stay.
     """
     size, ranks = (
-        quiet(integer(2), given.get(f"{_Z}zero_hpz_partition_size")),
-        given.topology.world_size if given.topology else 0,
+        quiet(integer(2), document.get(f"{_Z}zero_hpz_partition_size")),
+        document.topology.world_size if document.topology else 0,
     )
     stays = any(
-        _distance(given.get(f"{_Z}{key}")) >= fields.UNLIMITED
+        _distance(document.get(f"{_Z}{key}")) >= fields.UNLIMITED
         for key in ("stage3_max_reuse_distance", "max_reuse_distance")
     )
-    return int(size) if size and stage(given) == 3 and size < ranks and not stays and _shards(given) is None else None
+    return (
+        int(size)
+        if size and stage(document) == 3 and size < ranks and not stays and _shards(document) is None
+        else None
+    )
 
 
 def _distance(value: Any) -> int:
     return int(quiet(integer(0), value) or 0)
 
 
-def _hpz(value: Any, given: DocumentValues) -> KeyEffect:
+def _hpz(value: Any, document: DocumentValues) -> KeyEffect:
     size = integer(0)(value)
-    if size < 2 or stage(given) != 3:
+    if size < 2 or stage(document) != 3:
         return dropped("no secondary copy of the parameters")
-    if _gathers_in_group(given):
+    if _gathers_in_group(document):
         return KeyEffect(fields={"sharding.reshard_after_forward": size})
     key = "deepspeed.zero_optimization.zero_hpz_partition_size"
     return KeyEffect(
@@ -101,53 +105,53 @@ def _hpz(value: Any, given: DocumentValues) -> KeyEffect:
     )
 
 
-def _reuse(value: Any, given: DocumentValues) -> KeyEffect:
+def _reuse(value: Any, document: DocumentValues) -> KeyEffect:
     distance = integer(0)(value)
     if distance >= fields.UNLIMITED:
         return KeyEffect(fields={"sharding.reshard_after_forward": False})
-    effect = KeyEffect(fields={"sharding.reshard_after_forward": _gathers_in_group(given) or True})
+    effect = KeyEffect(fields={"sharding.reshard_after_forward": _gathers_in_group(document) or True})
     note = f"DeepSpeed keeps parameters used again within {distance:,} elements; same results"
     return effect._replace(fit=Fit.EQUIVALENT, note=note) if distance else effect
 
 
-def _leaves(value: Any, given: DocumentValues) -> KeyEffect:
+def _leaves(value: Any, document: DocumentValues) -> KeyEffect:
     classes = [] if value == [] else listed(value)
     if not classes:
         return dropped("names no class: the model's blocks are units")
     return KeyEffect(fields={"sharding.units": [name.rpartition(".")[2] for name in classes]})
 
 
-def _leaf_names(value: Any, given: DocumentValues) -> KeyEffect:
+def _leaf_names(value: Any, document: DocumentValues) -> KeyEffect:
     if value == []:
         return dropped("names nothing")
     return dropped("units are named by class; set sharding.units. Affects only memory")
 
 
-def _norm(value: Any, given: DocumentValues) -> KeyEffect:
+def _norm(value: Any, document: DocumentValues) -> KeyEffect:
     note = "affects only logs: the norm is always computed"
-    if boolean(value) or stage(given) in (1, 2):
+    if boolean(value) or stage(document) in (1, 2):
         return dropped(note)
     return KeyEffect(Fit.IGNORED, f"{note}; DeepSpeed 0.19.8 refuses false at stages 0 and 3", rejected_upstream=True)
 
 
-def _bucket(value: Any, given: DocumentValues) -> KeyEffect:
+def _bucket(value: Any, document: DocumentValues) -> KeyEffect:
     size = integer(0)(value)
     note = "" if size else "0 reduces each gradient by itself, as 1 does"
     return KeyEffect(note=note, fields={"communication.reduce_bucket_size": size or 1})
 
 
-def _prefetch(value: Any, given: DocumentValues) -> KeyEffect:
+def _prefetch(value: Any, document: DocumentValues) -> KeyEffect:
     return KeyEffect(fields={"communication.prefetch_bucket_size": integer(0)(value)})
 
 
-def _granularity(value: Any, given: DocumentValues) -> KeyEffect:
+def _granularity(value: Any, document: DocumentValues) -> KeyEffect:
     return (
         dropped("is off") if not integer()(value) else KeyEffect(fields={"sharding.min_unit_params": integer(0)(value)})
     )
 
 
 def _at_3(read: Any, field: str = "") -> Key:
-    return only(Key(read, field), lambda given: may_reach(given, 3), _NOT_3)
+    return only(Key(read, field), lambda document: may_reach(document, 3), _NOT_3)
 
 
 _REUSE = unless_auto(_at_3(_reuse, "sharding.reshard_after_forward"), "affects only memory")
@@ -164,7 +168,7 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}stage": Key(_stage, "sharding.strategy"),
     f"{_Z}mics_shard_size": Key(_mics, "sharding.strategy, sharding.group_size", Fit.EQUIVALENT),
     f"{_Z}mics_hierarchical_params_gather": Key(
-        lambda value, given: KeyEffect(
+        lambda value, document: KeyEffect(
             Fit.IGNORED, "how MiCS gathers; DeepSpeed 0.19.8 refuses the key", rejected_upstream=True
         ),
         "",

@@ -8,7 +8,7 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, interpret
-from unishard.contract.render import FieldResult, WrittenDocument, render
+from unishard.contract.render import FieldResult, RenderedDocument, render
 from unishard.contract.rules import Fit
 from unishard_arguments.fsdp.keys import KEYS
 from unishard_arguments.fsdp.rules import RULES
@@ -32,15 +32,17 @@ class FSDPArguments:
         assumed = _assumed(native, dict(defaults or {}))
         return interpret(KEYS, native, tool=_TOOL, defaults=assumed, topology=topology)
 
-    def write(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> WrittenDocument:
+    def write(self, cfg: Config, topology: Topology, undecided: Collection[str] = frozenset()) -> RenderedDocument:
         """The arguments of FSDP2, and the result for each field."""
         expressed = render(RULES, cfg, topology, undecided)
         if not cfg.sharding.hybrid or topology.world_size > 1:
             return expressed
         # A topology of one rank means that the number of ranks is unknown, but a mesh needs it.
         note = "depends on the number of ranks; add --world-size and --gpus-per-node"
-        word = FieldResult(Fit.NEEDS_INPUT, "mesh", note)
-        return expressed._replace(fields={**expressed.fields, "sharding.strategy": word, "sharding.group_size": word})
+        result = FieldResult(Fit.NEEDS_INPUT, "mesh", note)
+        return expressed._replace(
+            fields={**expressed.fields, "sharding.strategy": result, "sharding.group_size": result}
+        )
 
 
 ARGUMENTS = FSDPArguments()

@@ -37,10 +37,10 @@ _NO_SHARDS = "nothing is sharded, so nothing is gathered unit by unit"
 _IGNORED = "Accelerate 1.15.0 ignores this key with version 1 and runs FULL_SHARD; translated as what it asks for"
 
 
-def _version(given: DocumentValues) -> int:
+def _version(document: DocumentValues) -> int:
     """1 or 2; that of FSDP1's arguments where it is not set."""
-    found = given.get("version")
-    return int(found) if str(found) in ("1", "2") else 1 if any(key in given for key in _VERSION_1) else 2
+    version = document.get("version")
+    return int(version) if str(version) in ("1", "2") else 1 if any(key in document for key in _VERSION_1) else 2
 
 
 def _word(value: Any) -> str:
@@ -50,15 +50,15 @@ def _word(value: Any) -> str:
         Unreadable: It names none.
     """
     names = list(STRATEGIES)
-    word = str(value).strip().upper().removeprefix("SHARDINGSTRATEGY.").removeprefix("_")
-    if word.isdigit() and 1 <= int(word) <= len(names):
-        return names[int(word) - 1]
-    if word not in names:
+    name = str(value).strip().upper().removeprefix("SHARDINGSTRATEGY.").removeprefix("_")
+    if name.isdigit() and 1 <= int(name) <= len(names):
+        return names[int(name) - 1]
+    if name not in names:
         raise Unreadable(
             f"must be one of {', '.join(names)} or their numbers 1 to 5, got {shown(value)}; write one of the names "
             "(DeepSpeed's stages count otherwise: stage 3 is FULL_SHARD, stage 0 is NO_SHARD)"
         )
-    return word
+    return name
 
 
 def _resharding(value: Any) -> bool:
@@ -75,23 +75,25 @@ def _resharding(value: Any) -> bool:
     return boolean(value)
 
 
-def strategy_of(given: DocumentValues) -> Mapping[str, Any]:
+def strategy_of(document: DocumentValues) -> Mapping[str, Any]:
     """What the arguments together say about the strategy, in the config's words.
 
     Raises:
         Unreadable: The argument that decides it cannot have its value.
     """
-    if _version(given) == 1:
-        return STRATEGIES[_asked(given)]
-    fields: dict[str, Any] = {"sharding.strategy": _within(given)}
+    if _version(document) == 1:
+        return STRATEGIES[_asked(document)]
+    fields: dict[str, Any] = {"sharding.strategy": _within(document)}
     if fields["sharding.strategy"] != "no_shard":
-        fields["sharding.reshard_after_forward"] = _reshards(given.get("reshard_after_forward"))
+        fields["sharding.reshard_after_forward"] = _reshards(document.get("reshard_after_forward"))
     return fields
 
 
-def _asked(given: DocumentValues) -> str:
+def _asked(document: DocumentValues) -> str:
     """The strategy of version 1; Accelerate's users also write it as `reshard_after_forward`."""
-    words = [value for key in ("sharding_strategy", "reshard_after_forward") if (value := given.get(key)) is not None]
+    words = [
+        value for key in ("sharding_strategy", "reshard_after_forward") if (value := document.get(key)) is not None
+    ]
     return _resharding_of_version_1(words[0]) if words else "FULL_SHARD"
 
 
@@ -109,27 +111,27 @@ def _reshards(value: Any) -> bool:
     return True if value is None else _resharding(value)
 
 
-def _within(given: DocumentValues) -> str:
+def _within(document: DocumentValues) -> str:
     """The strategy that the mesh means."""
-    mesh = given.get("mesh")
+    mesh = document.get("mesh")
     if mesh is None:
         return "full_shard"
     sizes = _sizes(mesh)
-    if _group(sizes, given) == 1:
+    if _group(sizes, document) == 1:
         return "no_shard"
     return "full_shard" if not sizes or sizes.get("replicate") == 1 else "hybrid_shard"
 
 
-def _sharded(given: DocumentValues) -> bool:
+def _sharded(document: DocumentValues) -> bool:
     try:
-        return bool(strategy_of(given)["sharding.strategy"] != "no_shard")
+        return bool(strategy_of(document)["sharding.strategy"] != "no_shard")
     except Unreadable:
         return True  # the argument at fault is refused at its own place
 
 
 def _set(read: Callable[[Any, DocumentValues], KeyEffect], fields: str, fit: Fit = Fit.EXACT, note: str = "") -> Key:
     """A row that has nothing to say where the value is null."""
-    return Key(lambda value, given: _UNSET if value is None else read(value, given), fields, fit, note)
+    return Key(lambda value, document: _UNSET if value is None else read(value, document), fields, fit, note)
 
 
 _UNSET = KeyEffect(Fit.IGNORED, "is not set")
@@ -138,14 +140,14 @@ _UNSET = KeyEffect(Fit.IGNORED, "is not set")
 def _time(why: str, *words: str, copy_verbatim: bool = False) -> Key:
     """An argument that affects only time, memory or files: a flag, or one of these words."""
 
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         one_of(dict.fromkeys(word.lower() for word in words))(value) if words else boolean(value)
         return KeyEffect(Fit.IGNORED, why, copy_verbatim=copy_verbatim)
 
     return _set(read, "", Fit.IGNORED, why)
 
 
-def _version_key(value: Any, given: DocumentValues) -> KeyEffect:
+def _version_key(value: Any, document: DocumentValues) -> KeyEffect:
     if str(value) not in ("1", "2"):
         raise Unreadable(f"must be 1 or 2, got {shown(value)}; write 2")
     if str(value) == "2":
@@ -159,29 +161,29 @@ _FSDP1 = (
 )
 
 
-def _strategy_key(value: Any, given: DocumentValues) -> KeyEffect:
+def _strategy_key(value: Any, document: DocumentValues) -> KeyEffect:
     if value is None:
-        return _UNSET if _version(given) == 2 else KeyEffect(fields=strategy_of(given))
-    word = _word(value)
-    if _version(given) == 2:
+        return _UNSET if _version(document) == 2 else KeyEffect(fields=strategy_of(document))
+    name = _word(value)
+    if _version(document) == 2:
         return KeyEffect(
             Fit.IGNORED, "FSDP2 has no such argument and Accelerate 1.15.0 ignores it; reshard_after_forward decides"
         )
-    return KeyEffect(fields=STRATEGIES[word])
+    return KeyEffect(fields=STRATEGIES[name])
 
 
-def _reshard_key(value: Any, given: DocumentValues) -> KeyEffect:
-    if _version(given) == 1:
+def _reshard_key(value: Any, document: DocumentValues) -> KeyEffect:
+    if _version(document) == 1:
         if value is None:
-            return _UNSET if "sharding_strategy" in given else KeyEffect(fields=strategy_of(given))
-        word = _resharding_of_version_1(value)
-        if "sharding_strategy" in given:
+            return _UNSET if "sharding_strategy" in document else KeyEffect(fields=strategy_of(document))
+        name = _resharding_of_version_1(value)
+        if "sharding_strategy" in document:
             return KeyEffect(Fit.IGNORED, "sharding_strategy decides with version 1, in which this key has no effect")
-        return KeyEffect(Fit.EXACT if word == "FULL_SHARD" else Fit.APPROXIMATE, _IGNORED, STRATEGIES[word])
+        return KeyEffect(Fit.EXACT if name == "FULL_SHARD" else Fit.APPROXIMATE, _IGNORED, STRATEGIES[name])
     whole_number = isinstance(value, int) and not isinstance(value, bool)
     if whole_number and value < 1:
         raise Unreadable(f"must be true, false or a number of ranks, got {value}; write true or false")
-    fields = dict(strategy_of(given))
+    fields = dict(strategy_of(document))
     if fields["sharding.strategy"] == "no_shard":
         return KeyEffect(Fit.IGNORED, _NO_SHARDS, fields)
     if whole_number and value > 1:
@@ -193,16 +195,16 @@ def _reshard_key(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(fields=fields)
 
 
-def _offload_key(value: Any, given: DocumentValues) -> KeyEffect:
+def _offload_key(value: Any, document: DocumentValues) -> KeyEffect:
     place = "cpu" if boolean(value) else "none"
-    if place == "cpu" and not _sharded(given):
+    if place == "cpu" and not _sharded(document):
         return KeyEffect(Fit.UNSUPPORTED, "only what is sharded can be offloaded; choose FULL_SHARD, or remove the key")
     return KeyEffect(fields={"offload.params": place, "offload.optimizer": place})
 
 
-def _pin_key(value: Any, given: DocumentValues) -> KeyEffect:
+def _pin_key(value: Any, document: DocumentValues) -> KeyEffect:
     pinned = boolean(value)
-    if str(given.get("cpu_offload")).lower() not in ("true", "1", "yes", "on"):
+    if str(document.get("cpu_offload")).lower() not in ("true", "1", "yes", "on"):
         return KeyEffect(Fit.IGNORED, "nothing is offloaded")
     return KeyEffect(fields={"offload.pin_memory": pinned})
 
@@ -211,9 +213,9 @@ _POLICIES = {word.lower(): word for word in ("TRANSFORMER_BASED_WRAP", "SIZE_BAS
 _NO_UNITS = "FSDP gathers the model as one unit; here blocks are units: same maths, less memory"
 
 
-def _policy_key(value: Any, given: DocumentValues) -> KeyEffect:
+def _policy_key(value: Any, document: DocumentValues) -> KeyEffect:
     policy = one_of(_POLICIES)(value)
-    if not _sharded(given):
+    if not _sharded(document):
         return KeyEffect(Fit.IGNORED, _NO_SHARDS)
     if policy == "NO_WRAP":
         return KeyEffect(Fit.EQUIVALENT, _NO_UNITS, {"sharding.units": "auto"})
@@ -223,50 +225,50 @@ def _policy_key(value: Any, given: DocumentValues) -> KeyEffect:
             "units are cut at another place: at the model's blocks of this size",
             {"sharding.units": "auto"},
         )
-    names = given.get("transformer_layer_cls_to_wrap")
+    names = document.get("transformer_layer_cls_to_wrap")
     return KeyEffect(fields={"sharding.units": listed(names) if names else "auto"})
 
 
-def _classes_key(value: Any, given: DocumentValues) -> KeyEffect:
+def _classes_key(value: Any, document: DocumentValues) -> KeyEffect:
     if value in ("", []):
         return _UNSET
     names = listed(value)
-    if not _sharded(given):
+    if not _sharded(document):
         return KeyEffect(Fit.IGNORED, _NO_SHARDS)
-    policy = given.get("auto_wrap_policy")
+    policy = document.get("auto_wrap_policy")
     if policy is not None and _POLICIES.get(str(policy).lower()) != "TRANSFORMER_BASED_WRAP":
         return KeyEffect(Fit.IGNORED, f"is only read with auto_wrap_policy TRANSFORMER_BASED_WRAP, not {policy}")
     return KeyEffect(fields={"sharding.units": names})
 
 
-def _size_key(value: Any, given: DocumentValues) -> KeyEffect:
+def _size_key(value: Any, document: DocumentValues) -> KeyEffect:
     size = integer(0)(value)
-    if str(given.get("auto_wrap_policy")).upper() != "SIZE_BASED_WRAP":
+    if str(document.get("auto_wrap_policy")).upper() != "SIZE_BASED_WRAP":
         return KeyEffect(Fit.IGNORED, "is only read with auto_wrap_policy SIZE_BASED_WRAP")
-    if not _sharded(given):
+    if not _sharded(document):
         return KeyEffect(Fit.IGNORED, _NO_SHARDS)
     return KeyEffect(
         Fit.EQUIVALENT, "FSDP cuts at any module of this size, not only at blocks", {"sharding.min_unit_params": size}
     )
 
 
-def _checkpointing_key(value: Any, given: DocumentValues) -> KeyEffect:
+def _checkpointing_key(value: Any, document: DocumentValues) -> KeyEffect:
     if isinstance(value, list | tuple) and value:
         return KeyEffect(fields={"activation_checkpointing": listed(value)})
     return KeyEffect(fields={"activation_checkpointing": "full" if boolean(value) else "none"})
 
 
-def _activations_key(value: Any, given: DocumentValues) -> KeyEffect:
-    if _off(given.get("activation_checkpointing")):
+def _activations_key(value: Any, document: DocumentValues) -> KeyEffect:
+    if _off(document.get("activation_checkpointing")):
         boolean(value)
         return KeyEffect(Fit.IGNORED, "is only read with activation_checkpointing")
     return KeyEffect(fields={"offload.activations": "cpu" if boolean(value) else "none"})
 
 
-def _mesh_key(value: Any, given: DocumentValues) -> KeyEffect:
-    fields: dict[str, Any] = {"sharding.strategy": _within(given)}
+def _mesh_key(value: Any, document: DocumentValues) -> KeyEffect:
+    fields: dict[str, Any] = {"sharding.strategy": _within(document)}
     if fields["sharding.strategy"] == "hybrid_shard":
-        fields["sharding.group_size"] = _group(_sizes(value), given)
+        fields["sharding.group_size"] = _group(_sizes(value), document)
     return KeyEffect(fields=fields)
 
 
@@ -286,23 +288,23 @@ def _sizes(mesh: Any) -> Mapping[str, int]:
     return {axis: size for axis, size in sizes.items() if size > 0}
 
 
-def _group(sizes: Mapping[str, int], given: DocumentValues) -> Any:
+def _group(sizes: Mapping[str, int], document: DocumentValues) -> Any:
     """Ranks that share a copy; None for those that there are."""
     if "shard" in sizes or sizes.get("replicate", 1) == 1:
         return sizes.get("shard")
-    if given.topology is None:
+    if document.topology is None:
         return Undecided(f"the number of ranks, divided by {sizes['replicate']}; give --world-size")
-    return max(given.topology.world_size // sizes["replicate"], 1)
+    return max(document.topology.world_size // sizes["replicate"], 1)
 
 
 _FILES = ("full_state_dict", "local_state_dict", "sharded_state_dict", "full", "sharded", "1", "2", "3")
 
 
-def _files_key(value: Any, given: DocumentValues) -> KeyEffect:
-    word = one_of({word: word for word in _FILES})(value)
+def _files_key(value: Any, document: DocumentValues) -> KeyEffect:
+    kind = one_of({word: word for word in _FILES})(value)
     # FSDP2 writes no local files, so the key is not repeated beside its arguments.
     return KeyEffect(
-        Fit.IGNORED, "concerns only checkpoint files", copy_verbatim=not word.startswith("local") and word != "2"
+        Fit.IGNORED, "concerns only checkpoint files", copy_verbatim=not kind.startswith("local") and kind != "2"
     )
 
 

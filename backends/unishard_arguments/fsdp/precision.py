@@ -29,18 +29,18 @@ def dtype(value: Any) -> str:
     Raises:
         Unreadable: It is none that unishard computes in.
     """
-    word = str(value).strip().lower().removeprefix("torch.")
-    if word not in _WORDS:
+    name = str(value).strip().lower().removeprefix("torch.")
+    if name not in _WORDS:
         raise Unreadable(f"must be one of {', '.join(DTYPES.values())}, got {shown(value)}; write one of them")
-    return _WORDS[word]
+    return _WORDS[name]
 
 
-def _short(value: Any, given: DocumentValues) -> KeyEffect:
+def _short(value: Any, document: DocumentValues) -> KeyEffect:
     """Read one word for all dtypes, as Accelerate accepts it."""
     if value is None or value == {}:
         return KeyEffect(Fit.IGNORED, "is not set")
-    found = dtype(value)
-    return KeyEffect(fields={"precision.compute": found, "precision.reduce": found})
+    name = dtype(value)
+    return KeyEffect(fields={"precision.compute": name, "precision.reduce": name})
 
 
 _CHANGED = (2, 15)
@@ -48,37 +48,37 @@ _CHANGED = (2, 15)
 (torch 2.15, _fsdp_api.py); before, it reduced in `param_dtype`, as FSDP1 still does."""
 
 
-def _reduce(value: Any, given: DocumentValues) -> KeyEffect:
-    param = given.get("mixed_precision.param_dtype")
+def _reduce(value: Any, document: DocumentValues) -> KeyEffect:
+    param = document.get("mixed_precision.param_dtype")
     if value is not None or param is None:
         return KeyEffect(fields={"precision.reduce": "fp32" if value is None else dtype(value)})
-    if str(given.get("version")) != "2" or dtype(param) == "fp32":
+    if str(document.get("version")) != "2" or dtype(param) == "fp32":
         return KeyEffect(fields={"precision.reduce": dtype(param)})
     installed = version_of("torch")
-    found = re.match(r"(\d+)\.(\d+)", installed)
-    is_old = found is not None and (int(found[1]), int(found[2])) < _CHANGED
+    match = re.match(r"(\d+)\.(\d+)", installed)
+    is_old = match is not None and (int(match[1]), int(match[2])) < _CHANGED
     note = (
         "is not set: FSDP2 reduces in param_dtype up to torch 2.14, and from 2.15 on in the dtype of the parameters, "
-        f"mostly fp32; read for {'the installed torch ' + installed if found else 'torch 2.15, as none is installed'}"
+        f"mostly fp32; read for {'the installed torch ' + installed if match else 'torch 2.15, as none is installed'}"
     )
     return KeyEffect(note=note, fields={"precision.reduce": dtype(param) if is_old else "fp32"}, notable=True)
 
 
-def _buffers(value: Any, given: DocumentValues) -> KeyEffect:
+def _buffers(value: Any, document: DocumentValues) -> KeyEffect:
     if value is None:
         return KeyEffect(fields={"precision.buffers": "keep"})
     return KeyEffect(fields={"precision.buffers": dtype(value)})
 
 
-def _output(value: Any, given: DocumentValues) -> KeyEffect:
-    param = given.get("mixed_precision.param_dtype")
+def _output(value: Any, document: DocumentValues) -> KeyEffect:
+    param = document.get("mixed_precision.param_dtype")
     if value is None or (param is not None and dtype(value) == dtype(param)):
         return KeyEffect(Fit.IGNORED, "outputs already have the compute dtype")
     key, note = "fsdp.mp_policy.output_dtype", "another engine leaves outputs in the compute dtype"
     return KeyEffect(Fit.APPROXIMATE, note, native={key: DTYPES[dtype(value)]})
 
 
-def _inputs(value: Any, given: DocumentValues) -> KeyEffect:
+def _inputs(value: Any, document: DocumentValues) -> KeyEffect:
     if boolean(value):
         return KeyEffect(
             Fit.IGNORED, "floating-point inputs are cast; of units, FSDP casts all, and here the first argument is"

@@ -73,8 +73,8 @@ def _least(cfg: Config, topology: Topology) -> Native:
     )
 
 
-def _dtype(argument: str, word: str) -> Native:
-    return {"mixed_precision": {argument: DTYPES[word]}}
+def _dtype(argument: str, name: str) -> Native:
+    return {"mixed_precision": {argument: DTYPES[name]}}
 
 
 def _offloaded(cfg: Config) -> bool:

@@ -65,7 +65,7 @@ def load(path: Path) -> dict[str, Any]:
         with open_file(file_inside(path.parent, path.name)) as file:
             require_bounded(file)
         with torch.serialization.safe_globals(_STANDINS):
-            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            contents = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     except OutsideFolderError as error:
@@ -81,6 +81,6 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: refers to {named[1].rstrip('.,')}, which is not loaded for safety; save without it (client_state)"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(contents, dict):
         raise CheckpointError(f"{path}: not a DeepSpeed checkpoint file; it is damaged")
-    return found
+    return contents

@@ -71,9 +71,9 @@ def files_of(source: Path) -> Files:
             f"{source}: no DeepSpeed checkpoint here, or several; give the folder with the files {_MODEL}"
         )
     for path in sorted(folder.iterdir()):
-        for pattern, what in _ELSEWHERE:
+        for pattern, content in _ELSEWHERE:
             if path.suffix == ".pt" and re.fullmatch(pattern, path.name):
-                raise CheckpointError(f"{path}: {what}; only checkpoints of data parallel models can be converted")
+                raise CheckpointError(f"{path}: {content}; only checkpoints of data parallel models can be converted")
     if (folder / "offloaded_tensors").is_dir():
         raise CheckpointError(
             f"{folder / 'offloaded_tensors'}: optimizer state in NVMe files is not supported; save with offload to cpu"
@@ -83,17 +83,17 @@ def files_of(source: Path) -> Files:
 
 def _by_rank(folder: Path, pattern: str) -> list[Path]:
     """The files sorted by rank; checks that none is missing."""
-    found: dict[int, Path] = {}
+    files: dict[int, Path] = {}
     for path in folder.glob(pattern):
         rank = re.search(r"zero_pp_rank_(\d+)_", path.name)
         number = int(rank[1]) if rank else 0
-        if number in found:
+        if number in files:
             raise CheckpointError(
-                f"{path}: rank {number} has a second file, {found[number].name}; remove the files of the older "
+                f"{path}: rank {number} has a second file, {files[number].name}; remove the files of the older "
                 "checkpoint"
             )
-        found[number] = path
-    if sorted(found) != list(range(len(found))):
-        gap = next(rank for rank in range(max(found)) if rank not in found)
+        files[number] = path
+    if sorted(files) != list(range(len(files))):
+        gap = next(rank for rank in range(max(files)) if rank not in files)
         raise CheckpointError(f"{folder}: the file {pattern} of rank {gap} is missing; the checkpoint is incomplete")
-    return [found[rank] for rank in sorted(found)]
+    return [files[rank] for rank in sorted(files)]

@@ -37,17 +37,19 @@ def flat_groups(states: Sequence[dict[str, Any]], shapes: Shapes, folder: Path) 
     Raises:
         CheckpointError: The buffers do not match the shapes.
     """
-    found: dict[str, Parameter] = {}
+    parameters: dict[str, Parameter] = {}
     for group, named in enumerate(shapes):
         for name, shape in named.items():
-            found[name] = Parameter(group, tuple(shape), {}, None)
+            parameters[name] = Parameter(group, tuple(shape), {}, None)
         for state in states:
             flats, step = _flats(state["base_optimizer_state"], group, state["single_partition_of_fp32_groups"][group])
             for name, address in _within(state, "param_slice_mappings", folder)[group].items():
                 for key, flat in flats.items():
-                    found[name].shards.setdefault(key, []).append(flat[address.start : address.start + address.numel])
-                found[name] = _counted(found[name], step, folder)
-    return found
+                    parameters[name].shards.setdefault(key, []).append(
+                        flat[address.start : address.start + address.numel]
+                    )
+                parameters[name] = _counted(parameters[name], step, folder)
+    return parameters
 
 
 def sub_groups(states: Sequence[dict[str, Any]], shapes: Shapes, folder: Path) -> dict[str, Parameter]:
@@ -57,7 +59,7 @@ def sub_groups(states: Sequence[dict[str, Any]], shapes: Shapes, folder: Path) -
     Raises:
         CheckpointError: The buffers do not match the shapes.
     """
-    found: dict[str, Parameter] = {}
+    parameters: dict[str, Parameter] = {}
     owners = {
         index: group
         for group, each in enumerate(states[0]["optimizer_state_dict"]["param_groups"])
@@ -65,22 +67,22 @@ def sub_groups(states: Sequence[dict[str, Any]], shapes: Shapes, folder: Path) -
     }
     for index, named in enumerate(shapes):
         for name, shape in named.items():
-            found[name] = Parameter(owners[index], tuple(shape), {}, None)
+            parameters[name] = Parameter(owners[index], tuple(shape), {}, None)
         for state in states:
             flats, step = _flats(state["optimizer_state_dict"], index, state["fp32_flat_groups"][index])
             at = 0
             for name in named:
-                share = -(-math.prod(found[name].shape) // len(states))
+                share = -(-math.prod(parameters[name].shape) // len(states))
                 for key, flat in flats.items():
-                    found[name].shards.setdefault(key, []).append(flat[at : at + share])
-                found[name] = _counted(found[name], step, folder)
+                    parameters[name].shards.setdefault(key, []).append(flat[at : at + share])
+                parameters[name] = _counted(parameters[name], step, folder)
                 at += share
             if at != flats["fp32"].numel():
                 raise CheckpointError(
                     f"{folder}: the partitions of sub-group {index} do not have the size of a checkpoint by "
                     f"{len(states)} ranks (MiCS is not supported); convert a checkpoint of plain ZeRO-3"
                 )
-    return found
+    return parameters
 
 
 def _flats(optimizer: dict[str, Any], index: int, master: Tensor) -> tuple[dict[str, Tensor], Any]:

@@ -83,7 +83,8 @@ def _contents(files: Files, models: Sequence[dict[str, Any]], states: Sequence[d
         trained = _unpartitioned(model["optimizer"], own, files.folder)
     frozen = _frozen(models, module, {*trained.parameters, *ties, *buffers})
     return Contents(
-        shards=_stretches(trained.parameters) | {PARAMETERS + name: each for name, each in (frozen | buffers).items()},
+        shards=_lazy_shards(trained.parameters)
+        | {PARAMETERS + name: each for name, each in (frozen | buffers).items()},
         step=model["global_steps"],
         world_size=model["dp_world_size"],
         optimizer=_optimizer(trained.groups, trained.parameters),
@@ -123,15 +124,15 @@ def _unpartitioned(stored: dict[str, Any] | None, tensors: Mapping[str, Tensor],
     return _Trained(named(stored, tensors, folder), unpartitioned.groups_of(stored), stored)
 
 
-def _stretches(parameters: Mapping[str, partitions.Parameter]) -> dict[str, LazyShard]:
-    found: dict[str, LazyShard] = {}
+def _lazy_shards(parameters: Mapping[str, partitions.Parameter]) -> dict[str, LazyShard]:
+    shards_of: dict[str, LazyShard] = {}
     for name, parameter in parameters.items():
         for key, shards in parameter.shards.items():
             place = PARAMETERS + name if key == "fp32" else of_optimizer(name, key)
-            found[place] = joined(place, parameter.shape, shards)
+            shards_of[place] = joined(place, parameter.shape, shards)
         if parameter.step is not None:
-            found[of_optimizer(name, "step")] = constant(parameter.step)
-    return found
+            shards_of[of_optimizer(name, "step")] = constant(parameter.step)
+    return shards_of
 
 
 def _optimizer(groups: Sequence[Mapping[str, Any]], parameters: Mapping[str, partitions.Parameter]) -> OptimizerFacts:

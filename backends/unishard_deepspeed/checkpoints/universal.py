@@ -58,11 +58,11 @@ def _parameters(contents: Contents, folder: Path, advance: Advance) -> dict[str,
     """Write a folder of files for each parameter; returns the step counts."""
     steps: dict[str, Any] = {}
     int_step = contents.optimizer is not None and contents.optimizer.class_name in _INT_STEP
-    for key, stretch in contents.shards.items():
+    for key, shard in contents.shards.items():
         name, kind = optimizer_part(key) or (parameter_of(key), "fp32")
         if name is None or not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise CheckpointError(f"{key}: cannot be a folder name in a Universal Checkpoint")
-        values = _full_tensor(stretch)
+        values = _full_tensor(shard)
         if kind == "step":
             steps[name] = int(values) if int_step else values
             _save(steps[name], folder / name / "step.pt")
@@ -142,8 +142,8 @@ def _notes(contents: Contents) -> list[str]:
     return notes
 
 
-def _full_tensor(stretch: LazyShard) -> Tensor:
-    return stretch.read(0, stretch.end).reshape(stretch.shape)
+def _full_tensor(shard: LazyShard) -> Tensor:
+    return shard.read(0, shard.end).reshape(shard.shape)
 
 
 def _save(value: Any, path: Path) -> None:

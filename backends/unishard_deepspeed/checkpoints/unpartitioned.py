@@ -24,11 +24,11 @@ from unishard_deepspeed.checkpoints.partitions import Parameter
 def ties_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Maps names of tensors that share memory to the first such name."""
     first: dict[tuple[int, torch.Size], str] = {}
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name, tensor in tensors.items():
         if tensor.numel():
-            found[name] = first.setdefault((tensor.data_ptr(), tensor.shape), name)
-    return {name: other for name, other in found.items() if name != other}
+            names[name] = first.setdefault((tensor.data_ptr(), tensor.shape), name)
+    return {name: other for name, other in names.items() if name != other}
 
 
 def named_by_values(stored: Mapping[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Parameter]:
@@ -38,7 +38,7 @@ def named_by_values(stored: Mapping[str, Any], tensors: Mapping[str, Tensor], fo
         CheckpointError: A master weight matches no parameter.
     """
     base, left = stored["optimizer_state_dict"], dict(tensors)
-    found: dict[str, Parameter] = {}
+    parameters: dict[str, Parameter] = {}
     for group, masters in enumerate(stored.get("fp32_groups") or stored["fp32_groups_flat"]):
         flat = isinstance(masters, Tensor)
         for place, master in enumerate([masters] if flat else masters):
@@ -52,9 +52,9 @@ def named_by_values(stored: Mapping[str, Any], tensors: Mapping[str, Tensor], fo
                         "stores no names); save under stage 1, 2 or 3"
                     )
                 numel = left[name].numel()
-                found[name] = _parameter(group, left.pop(name), values, at, base["state"].get(index, {}))
+                parameters[name] = _parameter(group, left.pop(name), values, at, base["state"].get(index, {}))
                 at += numel
-    return found
+    return parameters
 
 
 def _matching(values: Tensor, left: Mapping[str, Tensor], *, exactly: bool) -> str | None:
@@ -91,7 +91,7 @@ def named_by_shapes(stored: Mapping[str, Any], tensors: Mapping[str, Tensor], fo
         pairs = dict(zip(indices, tensors, strict=True))
     else:
         pairs = _by_shape(indices, states, tensors, folder)
-    found = {}
+    parameters = {}
     for index, name in pairs.items():
         state = states.get(index, {})
         if any(
@@ -101,8 +101,8 @@ def named_by_shapes(stored: Mapping[str, Any], tensors: Mapping[str, Tensor], fo
                 f"{folder}: {_UNNAMED}, and their shapes are not in the model's order; save under stage 1, 2 or 3"
             )
         if state:
-            found[name] = _parameter(indices[index], tensors[name], tensors[name], 0, state)
-    return found
+            parameters[name] = _parameter(indices[index], tensors[name], tensors[name], 0, state)
+    return parameters
 
 
 _UNNAMED = "ZeRO stage 0 does not store which parameter each optimizer state belongs to"
@@ -132,5 +132,5 @@ def _by_shape(
 def groups_of(stored: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The options of each parameter group."""
     base: Mapping[str, Any] = stored.get("optimizer_state_dict", stored)
-    found: Sequence[Mapping[str, Any]] = base["param_groups"]
-    return found
+    groups: Sequence[Mapping[str, Any]] = base["param_groups"]
+    return groups

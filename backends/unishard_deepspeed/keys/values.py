@@ -58,9 +58,9 @@ def _or_null(takes: Takes) -> Takes:
 
 def _digits(low: float) -> Takes:
     def takes(value: Any) -> None:
-        found = integer(low)(value)
+        whole = integer(low)(value)
         if isinstance(value, str) and not value.strip().lstrip("+-").isdecimal():
-            raise Unreadable(f"must be a whole number in digits, got {shown(value)}; write {found}")
+            raise Unreadable(f"must be a whole number in digits, got {shown(value)}; write {whole}")
 
     return takes
 

@@ -169,6 +169,6 @@ def _forget_released() -> None:
     inside = (
         inspect.getclosurevars(method).nonlocals.values() if inspect.isfunction(method) else ()
     )  # it is wrapped, for NVTX
-    for found in (method, *inside):
-        if hasattr(found, "cache_clear"):
-            found.cache_clear()
+    for function in (method, *inside):
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()

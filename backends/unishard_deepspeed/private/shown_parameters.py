@@ -287,8 +287,8 @@ def _show_available(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     shown = [tensor for tensor in tensors_in((args, dict(kwargs))) if isinstance(tensor, _Shown)]
     if any(isinstance(each, _Values) or each.ds_status.name != "AVAILABLE" for each in shown):  # type: ignore[attr-defined]
         return False
-    for each in shown:
-        each.__class__ = nn.Parameter  # type: ignore[assignment]
+    for parameter in shown:
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     return True
 
 

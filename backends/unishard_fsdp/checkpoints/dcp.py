@@ -37,35 +37,37 @@ def read(folders: Sequence[Path]) -> Contents:
     Raises:
         CheckpointError: A directory has no readable index, or none contains a model.
     """
-    found = _Found({}, [], [])
+    checkpoint = _Found({}, [], [])
     for folder in folders:
-        _add(folder, found)
-    names = {key.removeprefix(PARAMETERS) for key in found.shards if key.startswith(PARAMETERS)}
+        _add(folder, checkpoint)
+    names = {key.removeprefix(PARAMETERS) for key in checkpoint.shards if key.startswith(PARAMETERS)}
     if not names:
         raise CheckpointError(
             f"{folders[0]}: no model under {', '.join(_MODELS)}; save it as {{'model': ..., 'optim': ...}}"
         )
-    trained = {part[0] for part in map(optimizer_part, found.shards) if part is not None}
-    _complete(found, names, trained, folders[0])
+    trained = {part[0] for part in map(optimizer_part, checkpoint.shards) if part is not None}
+    _complete(checkpoint, names, trained, folders[0])
     still = tuple(sorted(names - trained)) if trained else ()
-    notes = list(found.notes)
+    notes = list(checkpoint.notes)
     if still:
         notes.append(
             f"taken as frozen, since they have no optimizer state (some may be buffers or ties): {', '.join(still)}"
         )
     counts = [
-        found.shards[of_optimizer(name, "step")] for name in trained if of_optimizer(name, "step") in found.shards
+        checkpoint.shards[of_optimizer(name, "step")]
+        for name in trained
+        if of_optimizer(name, "step") in checkpoint.shards
     ]
     step = max((int(count.read(0, 1).item()) for count in counts), default=0)
     notes.append(
         f"the step count is the optimizer's: {step}; not converted: random number state, schedule, data position"
     )
-    keys = {part[1] for part in map(optimizer_part, found.shards) if part is not None}
+    keys = {part[1] for part in map(optimizer_part, checkpoint.shards) if part is not None}
     return Contents(
-        shards=found.shards,
+        shards=checkpoint.shards,
         step=step,
         world_size=1,
-        optimizer=optimizer_of(found.groups, keys) if found.groups else None,
+        optimizer=optimizer_of(checkpoint.groups, keys) if checkpoint.groups else None,
         frozen=still,
         schedule=ScheduleFacts(updates=step) if trained else None,
         versions={"torch": str(torch.__version__)},
@@ -73,15 +75,15 @@ def read(folders: Sequence[Path]) -> Contents:
     )
 
 
-def _add(folder: Path, found: _Found) -> None:
+def _add(folder: Path, checkpoint: _Found) -> None:
     tensors = Tensors(folder, verify=True)
     model = _root(tensors, _MODELS, "")
     optimizer = _root(tensors, _OPTIMIZERS, "state.")
     for name in tensors:
         if optimizer is not None and name.startswith(optimizer + "state."):
-            found.shards[OPTIMIZER + name.removeprefix(optimizer + "state.")] = tensors.lazy(name)
+            checkpoint.shards[OPTIMIZER + name.removeprefix(optimizer + "state.")] = tensors.lazy(name)
         elif model is not None and name.startswith(model):
-            found.shards[PARAMETERS + name.removeprefix(model)] = tensors.lazy(name)
+            checkpoint.shards[PARAMETERS + name.removeprefix(model)] = tensors.lazy(name)
     if optimizer is not None:
         root = optimizer + "param_groups."
         values, skipped = read_objects(folder, root)
@@ -89,18 +91,18 @@ def _add(folder: Path, found: _Found) -> None:
         numbers = [name for name in tensors if name.startswith(root) and tensors.shapes[name].numel() == 1]
         values |= {name.removeprefix(root): tensors.full(name).item() for name in numbers}
         try:
-            found.groups.extend(_groups(values))
+            checkpoint.groups.extend(_groups(values))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{folder}: {root}*: not in the layout that torch writes ({error}); save the optimizer's state_dict "
                 "again"
             ) from error
         if skipped:
-            found.notes.append(f"not converted: optimizer options that are not plain values: {', '.join(skipped)}")
+            checkpoint.notes.append(f"not converted: optimizer options that are not plain values: {', '.join(skipped)}")
     roots = tuple(each for each in (model, optimizer) if each is not None)
     left = sorted({name.partition(".")[0] for name in (*tensors, *tensors.others) if not name.startswith(roots)})
     if left:
-        found.notes.append(f"not converted: {', '.join(left)}")
+        checkpoint.notes.append(f"not converted: {', '.join(left)}")
 
 
 def _root(names: Iterable[str], roots: Sequence[str], below: str) -> str | None:
@@ -131,14 +133,14 @@ def _groups(values: Mapping[str, Any]) -> list[tuple[list[str], dict[str, Any]]]
     return list(alike.values())
 
 
-def _complete(found: _Found, names: set[str], trained: set[str], folder: Path) -> None:
+def _complete(checkpoint: _Found, names: set[str], trained: set[str], folder: Path) -> None:
     """Check that every parameter with optimizer state is in the model, and add those without a group to one."""
     strangers = sorted(trained - names)
     if strangers:
         raise CheckpointError(
             f"{folder}: the optimizer has state of {strangers[0]!r}, which the model does not have; save both together"
         )
-    grouped = {name for group, _ in found.groups for name in group}
+    grouped = {name for group, _ in checkpoint.groups for name in group}
     if trained - grouped:
-        found.groups.append((sorted(trained - grouped), {}))
-        found.notes.append("optimizer options are not stored for all parameters; the others use the config's")
+        checkpoint.groups.append((sorted(trained - grouped), {}))
+        checkpoint.notes.append("optimizer options are not stored for all parameters; the others use the config's")

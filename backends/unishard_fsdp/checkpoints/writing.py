@@ -27,8 +27,8 @@ def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]
     if contents.optimizer is not None:
         # All options of torch's optimizer of this name: `dcp.load` fails if one is missing.
         kind = getattr(torch.optim, contents.optimizer.class_name, torch.optim.AdamW)
-        found: dict[str, Any] = kind([torch.zeros(1)]).defaults
-        defaults = {key: value for key, value in found.items() if plain(value)}
+        options: dict[str, Any] = kind([torch.zeros(1)]).defaults
+        defaults = {key: value for key, value in options.items() if plain(value)}
         values: dict[str, tuple[tuple[str | int, ...], Any]] = {}
         for index, group in enumerate(contents.optimizer.groups):
             values |= _values(index, group, defaults)

@@ -81,8 +81,8 @@ def _keep_sums_aligned(group: Any) -> None:
 def _sum_of(parameter: Any, sums: dict[int, Tensor], group: Any) -> Tensor:
     """A parameter's part of the sum; zeros if it had no gradient yet."""
     size = parameter.padded_sharded_param_size.numel()
-    found = sums.get(id(parameter))
-    return found if found is not None else group._partial_reduce_output.new_zeros(size)
+    total = sums.get(id(parameter))
+    return total if total is not None else group._partial_reduce_output.new_zeros(size)
 
 
 def _fills(group: Any) -> bool:

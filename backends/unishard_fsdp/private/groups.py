@@ -8,12 +8,12 @@ from typing import Any
 
 def groups_of(modules: Iterable[Any]) -> list[Any]:
     """The parameter groups of sharded modules, in order; one per module before torch 2.12."""
-    found = []
+    groups_of_module = []
     for module in modules:
         state = module._get_fsdp_state()
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        found += [group for group in groups if group is not None]
-    return found
+        groups_of_module += [group for group in groups if group is not None]
+    return groups_of_module
 
 
 def has_no_gradient(parameter: Any) -> bool:

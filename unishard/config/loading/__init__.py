@@ -28,8 +28,8 @@ def load(
 ) -> Config:
     """What `unishard.load` returns, without a word to the other ranks."""
     if source is None:
-        source, given = handed_over()
-        overrides = [*given, *_changes(overrides)]
+        source, changes = handed_over()
+        overrides = [*changes, *_changes(overrides)]
     return read(source, overrides, section=section)[0]
 
 
@@ -51,8 +51,8 @@ def merge_overrides(document: Document, overrides: Sequence[str]) -> tuple[Confi
     """
     document = without_own_sections(document)
     file = document.origins.of(()).source
-    if what := other_tool(document.data, file):
-        raise ConfigError([Problem("", what, file)])
+    if message := other_tool(document.data, file):
+        raise ConfigError([Problem("", message, file)])
     document.data = current_names(document.data, document.origins)
     findings = list(document.findings)
     for text in map(current_change, _changes(overrides)):
@@ -112,8 +112,8 @@ def _changes(overrides: Sequence[str]) -> list[str]:
     return changes
 
 
-def _argument(what: str) -> ConfigError:
-    return ConfigError([Problem("", what)])
+def _argument(message: str) -> ConfigError:
+    return ConfigError([Problem("", message)])
 
 
 def _kind(value: object) -> str:

@@ -23,13 +23,13 @@ def hosts_of(path: Path) -> dict[str, int]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        found = _LINE.fullmatch(text)
-        if found is None or int(found[2]) == 0:
+        match = _LINE.fullmatch(text)
+        if match is None or int(match[2]) == 0:
             problems.append(Problem("", f"{text!r:.100} is no host; write NAME slots=N", f"{path}:{number}"))
-        elif found[1] in hosts:
-            problems.append(Problem("", f"{found[1]} is listed twice; remove one line", f"{path}:{number}"))
+        elif match[1] in hosts:
+            problems.append(Problem("", f"{match[1]} is listed twice; remove one line", f"{path}:{number}"))
         else:
-            hosts[found[1]] = int(found[2])
+            hosts[match[1]] = int(match[2])
     if not problems and not hosts:
         problems.append(Problem("", "names no host; write one line for each: NAME slots=N", str(path)))
     if not problems and len(set(hosts.values())) > 1:

@@ -28,31 +28,31 @@ def handed_over(environ: Mapping[str, str] = os.environ) -> tuple[str, list[str]
         ConfigError: Nothing was handed over, or the overrides cannot be read.
     """
     global _used
-    given = _given(environ)
+    handed = _given(environ)
     _used = True
-    return given
+    return handed
 
 
 def _given(environ: Mapping[str, str]) -> tuple[str, list[str]]:
     path = environ.get(CONFIG)
     if not path:
-        what = (
+        message = (
             "load() without a path reads the config that `unishard launch` was given, but this script was started "
             "without it; start it with `unishard launch cfg.yaml train.py`, set the environment variable "
             f"{CONFIG}=cfg.yaml, or write unishard.load('cfg.yaml')"
         )
-        raise ConfigError([Problem("", what)])
+        raise ConfigError([Problem("", message)])
     text = environ.get(OVERRIDES) or "[]"
     try:
         overrides = json.loads(text)
     except ValueError:
         overrides = None
     if not isinstance(overrides, list) or not all(isinstance(item, str) for item in overrides):
-        what = (
+        message = (
             f"the environment variable {OVERRIDES} is {text!r}, not a JSON list of overrides; unset it or write "
             '["training.seed=3"]'
         )
-        raise ConfigError([Problem("", what)])
+        raise ConfigError([Problem("", message)])
     return path, overrides
 
 
@@ -75,10 +75,10 @@ def unused(environ: Mapping[str, str] = os.environ) -> str:
     changes = [each for each in overrides if not each.startswith("launch.")]
     if not changes and (not sections or os.path.realpath(path) in _read):
         return ""
-    given = " and ".join([path, *(f"--set {change}" for change in changes)])
+    arguments = " and ".join([path, *(f"--set {change}" for change in changes)])
     return (
-        f"`unishard launch` was given {given}, and this script trains without it; call unishard.load() without a path "
-        "to train with it"
+        f"`unishard launch` was given {arguments}, and this script trains without it; call unishard.load() without a "
+        "path to train with it"
     )
 
 

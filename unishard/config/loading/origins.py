@@ -33,9 +33,9 @@ class Origin(NamedTuple):
 OVERRIDE = Origin("override")
 
 
-def file_error(name: Path | str, what: str, line: int | None = None) -> ConfigError:
+def file_error(name: Path | str, message: str, line: int | None = None) -> ConfigError:
     """The error of a whole file, or of one of its lines."""
-    return ConfigError([Problem("", what, str(Origin(str(name), line)))])
+    return ConfigError([Problem("", message, str(Origin(str(name), line)))])
 
 
 class Origins:

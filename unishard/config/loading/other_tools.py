@@ -36,11 +36,11 @@ def other_tool(data: Any, file: str = "") -> str:
     """
     if not isinstance(data, Mapping) or "backend" in data:
         return ""
-    found = {tool: [key for key in keys.split() if key in data] for tool, keys in _KEYS.items()}
-    tool = max(found, key=lambda name: len(found[name]))
-    if len(found[tool]) < _ENOUGH:
+    keys_of_tool = {tool: [key for key in keys.split() if key in data] for tool, keys in _KEYS.items()}
+    tool = max(keys_of_tool, key=lambda name: len(keys_of_tool[name]))
+    if len(keys_of_tool[tool]) < _ENOUGH:
         return ""
-    what = f"is a config of {tool} ({', '.join(found[tool][:3])}), not of unishard"
+    message = f"is a config of {tool} ({', '.join(keys_of_tool[tool][:3])}), not of unishard"
     if tool in _NOT_TRANSLATED:
-        return f"{what}, and unishard does not translate it; run `unishard init`"
-    return f"{what}; translate it: unishard translate {file or 'FILE'} --to unishard -o train.yaml"
+        return f"{message}, and unishard does not translate it; run `unishard init`"
+    return f"{message}; translate it: unishard translate {file or 'FILE'} --to unishard -o train.yaml"

@@ -45,8 +45,8 @@ def placeholder(field: str) -> str:
 
 def undecided_in(value: Any) -> str | None:
     """The field of a placeholder; None for anything else."""
-    found = _PLACEHOLDER.fullmatch(value) if isinstance(value, str) else None
-    return found.group(1) if found else None
+    match = _PLACEHOLDER.fullmatch(value) if isinstance(value, str) else None
+    return match.group(1) if match else None
 
 
 def needs(field: str, value: Any) -> Needs:
@@ -63,12 +63,12 @@ def stand_ins(values: Mapping[str, Any], undecided: Collection[str]) -> dict[str
         values: The decided fields.
         undecided: The others, which the user must decide.
     """
-    found = {field: value for field, value in STAND_INS.items() if field in undecided}
+    stand_in_values = {field: value for field, value in STAND_INS.items() if field in undecided}
     for field, value in values.items():
         wanted = needs(field, value)
         if any(values.get(switch) in accepted for switch, accepted in wanted.items()):
             continue
         switch = next((switch for switch in wanted if switch in undecided), None)
         if switch:
-            found.setdefault(switch, wanted[switch][0])
-    return found
+            stand_in_values.setdefault(switch, wanted[switch][0])
+    return stand_in_values

@@ -72,8 +72,8 @@ def findings_of(error: ValidationError, data: Any, root: type[Section] = Config)
     seen = set()
     for raw in error.errors(include_url=False):
         if raw["type"] == CROSS_FIELD:
-            for name, what in raw["ctx"]["problems"]:
-                yield Finding((*raw["loc"], *name.split(".")), what)
+            for name, message in raw["ctx"]["problems"]:
+                yield Finding((*raw["loc"], *name.split(".")), message)
             continue
         path, kind = _resolve(raw["loc"], root)
         # A default that depends on another field, which has its own finding.
@@ -167,27 +167,27 @@ def _readings(value: Any) -> Iterator[tuple[Any, str]]:
         case float() if value.is_integer():
             yield int(value), f"write {int(value)}"
         case str():
-            word = value.strip().lower()
+            text = value.strip().lower()
             for number in (int, float):
                 try:
-                    meant = number(word)
+                    meant = number(text)
                 except ValueError:
                     continue
                 if not math.isfinite(meant):
                     continue
                 # Python accepts digits of every script as numbers, YAML only ASCII digits.
-                yield meant, f"write {word} without quotes" if _in_yaml(word) == meant else f"write {shown(meant)}"
-            if word in ("true", "yes", "on"):
+                yield meant, f"write {text} without quotes" if _in_yaml(text) == meant else f"write {shown(meant)}"
+            if text in ("true", "yes", "on"):
                 yield True, "write true"
-            if word in ("false", "no", "off"):
+            if text in ("false", "no", "off"):
                 yield False, "write false"
-            if word in ("none", "null", ""):
+            if text in ("none", "null", ""):
                 yield None, "write null"
             yield [value], f"write [{value}]" if len(value) <= 60 else "write it in a list"
 
 
-def _in_yaml(word: str) -> Any:
-    return YAML(typ="safe", pure=True).load(word)
+def _in_yaml(text: str) -> Any:
+    return YAML(typ="safe", pure=True).load(text)
 
 
 def unknown(section: Keys, name: str, root: type[Section] = Config) -> str:
@@ -197,27 +197,27 @@ def unknown(section: Keys, name: str, root: type[Section] = Config) -> str:
         if not isinstance(key, int):
             kind = kind.model_fields[key].annotation
             kind = items_of(kind) or kind
-    word, paths = name.lower(), list(paths_of(root))
-    if "." in word and word in paths:
-        outer, _, inner = word.rpartition(".")
+    wanted, paths = name.lower(), list(paths_of(root))
+    if "." in wanted and wanted in paths:
+        outer, _, inner = wanted.rpartition(".")
         return (
             "is a dotted name, which only an override has; write "
             f"{outer.replace('.', ': {')}: {{{inner}: ...}}{'}' * outer.count('.')}"
         )
-    if word in IN_SCRIPT:
-        return f"unknown field, which {IN_SCRIPT[word]}"
+    if wanted in IN_SCRIPT:
+        return f"unknown field, which {IN_SCRIPT[wanted]}"
     meant = (
-        get_close_matches(word, kind.model_fields, 1, _CLOSE) if any(isinstance(key, int) for key in section) else []
+        get_close_matches(wanted, kind.model_fields, 1, _CLOSE) if any(isinstance(key, int) for key in section) else []
     )
     if not meant:
-        meant = [path for path in paths if path.rpartition(".")[2] == word]
-    if not meant and word in _ELSEWHERE:
-        here = _ELSEWHERE[word].rpartition(".")[2]
-        meant = [here if here in kind.model_fields else _ELSEWHERE[word]]
+        meant = [path for path in paths if path.rpartition(".")[2] == wanted]
+    if not meant and wanted in _ELSEWHERE:
+        here = _ELSEWHERE[wanted].rpartition(".")[2]
+        meant = [here if here in kind.model_fields else _ELSEWHERE[wanted]]
     if not meant:
-        meant = get_close_matches(word, kind.model_fields, 1, _CLOSE)
+        meant = get_close_matches(wanted, kind.model_fields, 1, _CLOSE)
     if not meant:
-        near = get_close_matches(word, [path.rpartition(".")[2] for path in paths], 1, _VERY_CLOSE)
+        near = get_close_matches(wanted, [path.rpartition(".")[2] for path in paths], 1, _VERY_CLOSE)
         meant = [path for path in paths if path.rpartition(".")[2] in near]
     if not meant:
         return f"unknown field; known here: {', '.join(kind.model_fields)}"

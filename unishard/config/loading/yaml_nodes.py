@@ -75,8 +75,8 @@ class YamlNodes:
             elif self._foreign:
                 merged |= self._merged(value_node, keys)
             else:
-                what = "merge keys are not part of YAML 1.2; write out the fields"
-                self._find((*keys, key_node.value), what, key_node)
+                message = "merge keys are not part of YAML 1.2; write out the fields"
+                self._find((*keys, key_node.value), message, key_node)
         return merged | own
 
     def _is_new(self, here: Keys, node: ScalarNode, own: Container[str], merged: Container[str]) -> bool:
@@ -97,8 +97,8 @@ class YamlNodes:
     def _merged(self, node: Node, keys: Keys) -> dict[str, Any]:
         """The fields of a merge key; the first of several mappings wins."""
         parts = node.value if isinstance(node, SequenceNode) else [node]
-        found = [self.value_of(part, keys) for part in reversed(parts)]
-        return {key: value for part in found if isinstance(part, dict) for key, value in part.items()}
+        mappings = [self.value_of(part, keys) for part in reversed(parts)]
+        return {key: value for part in mappings if isinstance(part, dict) for key, value in part.items()}
 
     def _scalar(self, node: ScalarNode, keys: Keys) -> Any:
         tag = str(node.tag)
@@ -120,8 +120,8 @@ class YamlNodes:
             keys, f"has the YAML tag {str(node.tag).replace(_TAG, '!!'):.60}, which is not supported; remove it", node
         )
 
-    def _find(self, keys: Keys, what: str, node: Node) -> None:
-        self._document.findings.append(Finding(keys, what, self._place(node)))
+    def _find(self, keys: Keys, message: str, node: Node) -> None:
+        self._document.findings.append(Finding(keys, message, self._place(node)))
 
     def _place(self, node: Node) -> Origin:
         return Origin(self._name, node.start_mark.line + 1)

@@ -48,11 +48,11 @@ def check(modules: Iterable[nn.Module], cfg: Precision) -> None:
         known |= dict.fromkeys(each.name for each in arguments)
     unknown = [name for name in cfg.cast_inputs if name not in known]
     if unknown:
-        what = (
+        message = (
             f"no forward of the model or of its units has an argument {unknown[0]!r}; they have "
             f"{', '.join(known) or 'none'}"
         )
-        raise ConfigError([Problem("precision.cast_inputs", what)])
+        raise ConfigError([Problem("precision.cast_inputs", message)])
 
 
 def cast_inputs(modules: Iterable[nn.Module], cfg: Precision) -> list[RemovableHandle]:
@@ -137,8 +137,8 @@ class _Cast:
 
     def _compare(self, module: nn.Module, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         for name, value in before.items():
-            for given, rounded in zip(tensors_in(value), tensors_in(after[name]), strict=True):
-                changed = None if given is rounded else _changed(given, rounded)
+            for original, rounded in zip(tensors_in(value), tensors_in(after[name]), strict=True):
+                changed = None if original is rounded else _changed(original, rounded)
                 if changed is not None:
                     self._unchecked = 0
                     _warn(module, name, *changed)

@@ -51,36 +51,38 @@ def find_kept(model: nn.Module, cfg: Precision, *, train: bool = True) -> Kept:
         return Kept()
     names = dict(floating_tensors(model))
     matched = declared_by(model, cfg.compute) if cfg.keep_fp32 == "auto" else _asked(names, cfg.keep_fp32)
-    kept = {id(names[name]) for name in matched if name in names}
-    inside = {id(each) for module in model.modules() if _whole(module, kept) for each in module.buffers()}
-    found = Kept(
-        tuple(name for name, each in model.named_parameters() if id(each) in kept),
-        tuple(name for name, each in model.named_buffers() if id(each) in kept | inside and each.is_floating_point()),
-        sum(each.numel() for each in model.parameters() if id(each) in kept),
+    kept_ids = {id(names[name]) for name in matched if name in names}
+    inside = {id(each) for module in model.modules() if _whole(module, kept_ids) for each in module.buffers()}
+    kept = Kept(
+        tuple(name for name, each in model.named_parameters() if id(each) in kept_ids),
+        tuple(
+            name for name, each in model.named_buffers() if id(each) in kept_ids | inside and each.is_floating_point()
+        ),
+        sum(each.numel() for each in model.parameters() if id(each) in kept_ids),
     )
-    if problem := next(_problems(model, found, cfg, train=train), None):
+    if problem := next(_problems(model, kept, cfg, train=train), None):
         raise ConfigError([Problem("precision.keep_fp32", problem)])
-    return found
+    return kept
 
 
 def _asked(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
-    found: set[str] = set()
+    matched_names: set[str] = set()
     for pattern in patterns:
         matched = {name for name in names if re.search(pattern, name)}
         if not matched:
             candidates = list(dict.fromkeys(re.sub(r"\.\d+\.", ".0.", name) for name in names))
             more = ", ..." if len(candidates) > _SHOWN else ""
-            what = f"{pattern!r} matches no floating-point parameter or buffer; write part of a name, such as "
-            raise ConfigError([Problem("precision.keep_fp32", f"{what}{', '.join(candidates[:_SHOWN])}{more}")])
-        found |= matched
-    return found
+            message = f"{pattern!r} matches no floating-point parameter or buffer; write part of a name, such as "
+            raise ConfigError([Problem("precision.keep_fp32", f"{message}{', '.join(candidates[:_SHOWN])}{more}")])
+        matched_names |= matched
+    return matched_names
 
 
-def _problems(model: nn.Module, found: Kept, cfg: Precision, *, train: bool) -> Iterator[str]:
+def _problems(model: nn.Module, kept: Kept, cfg: Precision, *, train: bool) -> Iterator[str]:
     named = dict(model.named_parameters())
-    if found.parameters and len(found.parameters) == sum(each.is_floating_point() for each in named.values()):
+    if kept.parameters and len(kept.parameters) == sum(each.is_floating_point() for each in named.values()):
         yield "keeps every parameter; set precision.compute to fp32 instead"
-    trained = [name for name in found.parameters if named[name].requires_grad]
+    trained = [name for name in kept.parameters if named[name].requires_grad]
     rounding = [name for name in ("master", "reduce", "accumulate") if getattr(cfg, name) != "fp32"]
     if train and trained and rounding:
         whose = f"{type(model).__name__} asks for it, and " if cfg.keep_fp32 == "auto" else ""

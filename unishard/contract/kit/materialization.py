@@ -52,8 +52,8 @@ def row_part(rank: int, ranks: int) -> Part:
 
     def part(parameter: Tensor) -> tuple[int, int]:
         rows = parameter.shape[0]
-        each, row = -(-rows // ranks), parameter.numel() // max(rows, 1)
-        return min(each * rank, rows) * row, min(each * (rank + 1), rows) * row
+        per_rank, row = -(-rows // ranks), parameter.numel() // max(rows, 1)
+        return min(per_rank * rank, rows) * row, min(per_rank * (rank + 1), rows) * row
 
     return part
 
@@ -62,8 +62,8 @@ def flat_part(rank: int, ranks: int) -> Part:
     """What a rank keeps if the flattened parameter is divided, as ZeRO does."""
 
     def part(parameter: Tensor) -> tuple[int, int]:
-        each = -(-parameter.numel() // ranks)
-        return min(each * rank, parameter.numel()), min(each * (rank + 1), parameter.numel())
+        per_rank = -(-parameter.numel() // ranks)
+        return min(per_rank * rank, parameter.numel()), min(per_rank * (rank + 1), parameter.numel())
 
     return part
 
@@ -103,9 +103,9 @@ def _without_data(model: nn.Module) -> Iterator[str]:
             or hasattr(tensor, _READER)
         ):
             continue
-        what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        role = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
         yield (
-            f"{what} {name} of {kind} is on the meta device and has no data; build the model on the CPU, inside "
+            f"{role} {name} of {kind} is on the meta device and has no data; build the model on the CPU, inside "
             "unishard.init(cfg), or with unishard.from_pretrained; to add modules to a pretrained model (adapters, "
             "new heads), build all of it inside unishard.init(cfg) instead"
         )
@@ -182,6 +182,6 @@ def replace_data(tensor: Tensor, data: Tensor) -> None:
     if tensor.device.type == data.device.type:
         tensor.data = data
         return
-    other = nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
-    vars(other).update(vars(tensor))
-    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    replacement = nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+    vars(replacement).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, replacement)  # type: ignore[no-untyped-call]

@@ -36,11 +36,11 @@ def groups_of(cfg: config.Optimizer, trainable: Sequence[str], frozen: Iterable[
     claims = {name: _claim(cfg, name) for name in trainable}
     if problems := _problems(cfg, claims, set(frozen)):
         raise ConfigError(problems)
-    found: dict[tuple[int, bool], list[str]] = {}
+    members: dict[tuple[int, bool], list[str]] = {}
     for name in trainable:
-        found.setdefault((claims[name], _matches(cfg.no_decay, name)), []).append(name)
+        members.setdefault((claims[name], _matches(cfg.no_decay, name)), []).append(name)
     groups = []
-    for (claim, exempt), names in sorted(found.items()):
+    for (claim, exempt), names in sorted(members.items()):
         section = cfg.groups[claim] if claim >= 0 else config.ParameterGroup.model_construct()
         decay = section.weight_decay if section.weight_decay is not None else 0.0 if exempt else cfg.weight_decay
         groups.append(NamedGroup(tuple(names), cfg.lr if section.lr is None else section.lr, decay))

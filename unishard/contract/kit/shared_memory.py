@@ -33,26 +33,26 @@ def shared_memory(model: nn.Module) -> Iterator[str]:
             by_storage[str(tensor.device), address].append((name, tensor))
     kind = type(model).__name__
     for tensors in by_storage.values():
-        for (first, one), (second, other) in combinations(tensors, 2):
-            if (one.requires_grad or other.requires_grad) and _overlap(one, other):
-                yield _refusal(kind, first, second, buffer=not isinstance(other, nn.Parameter))
+        for (first_name, first), (second_name, second) in combinations(tensors, 2):
+            if (first.requires_grad or second.requires_grad) and _overlap(first, second):
+                yield _refusal(kind, first_name, second_name, buffer=not isinstance(second, nn.Parameter))
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def _overlap(tensor: Tensor, partner: Tensor) -> bool:
     """Whether two tensors of one storage have an element in common."""
-    (begin, end), (start, stop) = _span(one), _span(other)
+    (begin, end), (start, stop) = _span(tensor), _span(partner)
     first, last = max(begin, start), min(end, stop)
     if first >= last:
         return False
-    if one.element_size() != other.element_size() or (one.is_contiguous() and other.is_contiguous()):
+    if tensor.element_size() != partner.element_size() or (tensor.is_contiguous() and partner.is_contiguous()):
         return True
-    size, lowest = one.element_size(), min(begin, start)
+    size, lowest = tensor.element_size(), min(begin, start)
     seen = torch.zeros((max(end, stop) - lowest) // size, dtype=torch.bool)
     rows = [
-        length if step else 1 for length, step in zip(one.shape, one.stride(), strict=True)
+        length if step else 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True)
     ]  # an expanded dim repeats one element
-    torch.as_strided(seen, rows, one.stride(), (begin - lowest) // size).fill_(True)
-    return bool(torch.as_strided(seen, other.shape, other.stride(), (start - lowest) // size).any())
+    torch.as_strided(seen, rows, tensor.stride(), (begin - lowest) // size).fill_(True)
+    return bool(torch.as_strided(seen, partner.shape, partner.stride(), (start - lowest) // size).any())
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -7,7 +7,7 @@ They are a list (`unishard.engine.assembly.training_guards`); the loop calls the
 | `unfit_loss` | a backward through nothing, or past the engine | always | attributes of a tensor |
 | `late_unfreezing` | a layer with gradients and without updates | closely | a walk over the parameters |
 | `added_modules` | a layer or a hook that no engine knows | closely | a walk over the modules |
-| `written_parameters` | a weight that is written by hand and lost | always | versions of tensors; closely their bits |
+| `parameter_writes` | a weight that is written by hand and lost | always | versions of tensors; closely their bits |
 | `gathered_parameters` | the same in a forward | closely | hooks on each module, bits of what it computes with |
 | `inplace_writes` | gradients without an in-place operation | closely | hooks on each unit |
 | `copied_containers` | a list of the caller that gets no entries | closely | hooks on each module |
@@ -20,7 +20,7 @@ They are a list (`unishard.engine.assembly.training_guards`); the loop calls the
 | `foreign_backward` | gradients that are mixed or not reduced | always | a hook on each output |
 | `equal_options` | learning rates that differ between ranks | where calls are compared | the options of the groups |
 | `equal_weights` | weights that differ between ranks | where calls are compared | a sum of bits on the device |
-| `outside_batches` | the same samples on all ranks, no position in the data | at updates | a hash of some inputs |
+| `unshared_data` | the same samples on all ranks, no position in the data | at updates | a hash of some inputs |
 | `ended_schedule`, `skipped_updates` | a run that trains nothing any more | always | a number |
 | `mixed_positions` | a layer that sees a part of a sequence | at the first forward | three small forwards |
 | `unweighed_loss` | a mean of parts with different numbers of labels | always | the last nodes of the graph of a loss |

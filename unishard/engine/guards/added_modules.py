@@ -53,10 +53,10 @@ class AddedModules(Guard):
                     )
                 if own in known and (parameter is known[own] or self._may_replace(known[own])):
                     continue
-                what = f"parameter {full_name}" if id(part) in self._known else f"module {name}"
+                addition = f"parameter {full_name}" if id(part) in self._known else f"module {name}"
                 raise ContractError(
-                    f"{what} was added or replaced after unishard.prepare, so no engine trains or saves it; change the "
-                    "model before prepare: get_peft_model, a new head, a resized embedding"
+                    f"{addition} was added or replaced after unishard.prepare, so no engine trains or saves it; change "
+                    "the model before prepare: get_peft_model, a new head, a resized embedding"
                 )
 
     def _may_replace(self, parameter: Any) -> bool:

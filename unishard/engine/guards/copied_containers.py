@@ -58,11 +58,11 @@ class CopiedContainers(Guard):
         try:
             yield
         finally:
-            for name, each in hooks.items():
+            for name, handles in hooks.items():
                 if name in self._taking:
-                    self._hooks += each
+                    self._hooks += handles
                 else:
-                    for hook in each:
+                    for hook in handles:
                         hook.remove()
 
     def close(self) -> None:

@@ -53,10 +53,10 @@ class DividedLoss(Guard):
 def _warn_if_scaled(loss: Tensor, steps: int) -> None:
     node: Any = loss.grad_fn
     kind = "" if node is None else node.name()
-    other = getattr(node, "_saved_other", None) if kind in ("DivBackward0", "MulBackward0") else None
-    if not isinstance(other, Tensor | int | float) or (isinstance(other, Tensor) and other.numel() != 1):
+    operand = getattr(node, "_saved_other", None) if kind in ("DivBackward0", "MulBackward0") else None
+    if not isinstance(operand, Tensor | int | float) or (isinstance(operand, Tensor) and operand.numel() != 1):
         return
-    factor = float(other)
+    factor = float(operand)
     divisor = factor if kind == "DivBackward0" else 1 / factor if factor else 0.0
     if kind == "MulBackward0" and factor >= _LOSS_SCALE and math.frexp(factor)[0] == 0.5:
         _logger.warning(

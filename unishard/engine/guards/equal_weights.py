@@ -1,7 +1,7 @@
 """Compare the weights between the ranks, where each holds all of them in full and a script may write them.
 
 Their bits are added up on the device before updates whose calls are compared, and read behind the backward. Elsewhere
-writing a weight is an error (`written_parameters`).
+writing a weight is an error (`parameter_writes`).
 """
 
 from __future__ import annotations

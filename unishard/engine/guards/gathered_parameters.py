@@ -10,19 +10,19 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.engine.guards.guard import Guard, Looks
+from unishard.engine.guards.parameter_writes import ParameterWrites
 from unishard.engine.guards.tensor_marks import Mark, mark
-from unishard.engine.guards.written_parameters import WrittenParameters
 
 
 class GatheredParameters(Guard):
-    """Looks at what each module computes with, when it begins and when it ends; `WrittenParameters` raises.
+    """Looks at what each module computes with, when it begins and when it ends; `ParameterWrites` raises.
 
     Without it: a forward that writes `parameter.data` of a gathered parameter loses that in silence.
     """
 
     looks = Looks.CLOSELY
 
-    def __init__(self, parts: Mapping[str, nn.Module], written: WrittenParameters) -> None:
+    def __init__(self, parts: Mapping[str, nn.Module], written: ParameterWrites) -> None:
         """Look at nothing yet.
 
         Args:

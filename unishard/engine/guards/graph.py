@@ -38,14 +38,14 @@ def reaches(loss: Tensor, leaves: Iterable[Tensor]) -> bool:
     return False
 
 
-def comes_from(loss: Tensor, other: Tensor) -> bool:
+def comes_from(loss: Tensor, origin: Tensor) -> bool:
     """Whether a loss is another tensor, or was computed from it."""
-    if loss is other:
+    if loss is origin:
         return True
     waiting, seen = [loss.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
-        if node is other.grad_fn:
+        if node is origin.grad_fn:
             return True
         if node is not None and node not in seen:
             seen.add(node)

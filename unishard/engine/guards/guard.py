@@ -148,10 +148,10 @@ class Due:
         self.after_outcome: list[Callable[..., None]] = []
         self.forget: list[Callable[[], None]] = []
         self.close: list[Callable[[], None]] = []
-        for each in guards:
+        for guard in guards:
             for event in _EVENTS:
-                if getattr(type(each), event) is not getattr(Guard, event):
-                    getattr(self, "_blocks" if event == "forward" else event).append(getattr(each, event))
+                if getattr(type(guard), event) is not getattr(Guard, event):
+                    getattr(self, "_blocks" if event == "forward" else event).append(getattr(guard, event))
 
     def forward(self, inputs: Any) -> AbstractContextManager[Any]:
         """The block that runs the model."""

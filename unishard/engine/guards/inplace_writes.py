@@ -85,8 +85,10 @@ class InplaceWrites(Guard):
             inputs = self._inside.pop(name, _Versions(()))
             if self._gathers and inputs.changed():
                 raise _changed_inside(name)
-            given = [memory_of(tensor) for tensor in inputs.tensors]
-            if outputs := [each for each in tensors_in(output) if each.requires_grad and _shares_memory(each, given)]:
+            storages = [memory_of(tensor) for tensor in inputs.tensors]
+            if outputs := [
+                each for each in tensors_in(output) if each.requires_grad and _shares_memory(each, storages)
+            ]:
                 self._outputs.append((name, _Versions(outputs)))
 
         return [
@@ -107,9 +109,11 @@ class _Versions:
         return versions(self.tensors) != self._versions
 
 
-def _shares_memory(output: Tensor, given: Sequence[torch.UntypedStorage | None]) -> bool:
+def _shares_memory(output: Tensor, storages: Sequence[torch.UntypedStorage | None]) -> bool:
     memory = memory_of(output)
-    return memory is not None and (getattr(output, "_base", None) is not None or any(memory is each for each in given))
+    return memory is not None and (
+        getattr(output, "_base", None) is not None or any(memory is each for each in storages)
+    )
 
 
 def _changed_inside(name: str) -> ModelError:

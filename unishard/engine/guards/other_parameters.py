@@ -79,13 +79,15 @@ class OtherParameters(Guard):
         prepared = {
             id(leaf) for adapter in _open for leaf in (*adapter.module.parameters(), *adapter.leaves().values())
         }
-        other = next((each for each in others if isinstance(each, nn.Parameter) and id(each) not in prepared), None)
-        if other is not None and not is_marked(other):
+        unprepared = next(
+            (each for each in others if isinstance(each, nn.Parameter) and id(each) not in prepared), None
+        )
+        if unprepared is not None and not is_marked(unprepared):
             self._warns = False
             _logger.warning(
                 "the loss reaches a parameter of shape %s that is in no prepared model, such as one of a loss with "
                 "weights of its own: its gradient is not averaged over the ranks, whose copies would become different; "
                 "register it in the model before unishard.prepare, and compute the loss in the model's forward (ignore "
                 "this if each rank has its own)",
-                tuple(other.shape),
+                tuple(unprepared.shape),
             )

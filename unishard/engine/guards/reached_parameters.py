@@ -64,9 +64,9 @@ class ReachedParameters(Guard):
         self._reached.clear()
 
     def _describe(self, names: Collection[str]) -> str:
-        given = tuple(names)
-        if given != self._described[0]:
-            self._described = given, self._in_words(given)
+        key = tuple(names)
+        if key != self._described[0]:
+            self._described = key, self._in_words(key)
         return self._described[1]
 
     def _in_words(self, names: Collection[str]) -> str:

@@ -69,11 +69,11 @@ class Batching:
         )
 
     def _batches(self, loader: Iterable[Any], progress: bool, again: bool) -> Iterator[Any]:
-        found = self._windows(loader, None, progress, again)
+        all_windows = self._windows(loader, None, progress, again)
         if not self._module.training:
-            yield from self._evaluation.mark_last(unwrapped(loader), chain.from_iterable(found))
+            yield from self._evaluation.mark_last(unwrapped(loader), chain.from_iterable(all_windows))
             return
-        for window in found:
+        for window in all_windows:
             for batch in window:
                 yield batch
                 if self._order.discarded:

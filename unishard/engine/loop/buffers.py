@@ -172,17 +172,19 @@ class Buffers:
 
 def _problems(how: Mapping[str, str], held: Mapping[str, Tensor]) -> Iterable[str]:
     for pattern, way in how.items():
-        found = {name: each for name, each in held.items() if re.search(pattern, name)}
-        if not found:
+        matched = {name: each for name, each in held.items() if re.search(pattern, name)}
+        if not matched:
             some = ", ".join([*held][:3])
             yield f"{pattern!r} matches no persistent buffer; " + (
                 f"write part of a name, such as {some}" if held else "the model has none, remove it"
             )
-        for name, each in found.items():
-            if way == "mean" and not each.is_floating_point():
-                yield f"{name} is {each.dtype}, of which there is no mean; choose sum, min, max, rank0 or local"
-            elif way in ("sum", "min", "max") and (each.is_complex() or (way == "sum" and each.dtype == torch.bool)):
-                yield f"{name} is {each.dtype}, of which there is no {way}; choose rank0 or local"
+        for name, buffer in matched.items():
+            if way == "mean" and not buffer.is_floating_point():
+                yield f"{name} is {buffer.dtype}, of which there is no mean; choose sum, min, max, rank0 or local"
+            elif way in ("sum", "min", "max") and (
+                buffer.is_complex() or (way == "sum" and buffer.dtype == torch.bool)
+            ):
+                yield f"{name} is {buffer.dtype}, of which there is no {way}; choose rank0 or local"
 
 
 def _copy(buffer: Tensor) -> Tensor:

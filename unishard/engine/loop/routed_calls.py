@@ -47,8 +47,8 @@ class RoutedCalls:
         self.close()
         named = {name: getattr(type(self._module), name, None) for name in methods}
         modules = dict(self._module.named_modules())
-        for name, found in (*named.items(), *((part, modules.get(part)) for part in parts)):
-            if not callable(found):
+        for name, method in (*named.items(), *((part, modules.get(part)) for part in parts)):
+            if not callable(method):
                 raise ContractError(f"routed: {type(self._module).__name__} has no method or part {name!r}")
         own = {name: self._method(name) for name in named}
         self._replace(self._module, own | {"__call__": self._call()})

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from unishard.config import Sharding
 from unishard.contract.units import Unit
 from unishard.engine.model.kv_cache import without_cache
+from unishard.engine.model.restored_buffers import RestoredBuffers, Start
 from unishard.engine.model.units import find_blocks, find_classes
-from unishard.engine.model.written_buffers import Start, WrittenBuffers
 from unishard.errors import ModelError
 
 _FIELD = "activation_checkpointing"
@@ -87,7 +87,7 @@ def apply(modules: Sequence[Unit], *, selective: bool) -> None:
     for unit in modules:
         forward = unit.module.forward
         # A partial of a method, not a closure, so that a copy of the model calls its own forward.
-        wrapped = update_wrapper(partial(run, forward, WrittenBuffers(unit)), forward)
+        wrapped = update_wrapper(partial(run, forward, RestoredBuffers(unit)), forward)
         wrapped.recomputes = True  # type: ignore[attr-defined]  # for `contract.kit.forwards`
         unit.module.forward = wrapped
 
@@ -98,7 +98,7 @@ def apply(modules: Sequence[Unit], *, selective: bool) -> None:
 # arguments are torch's defaults: the random state is restored, and shapes and dtypes are compared.
 
 
-def _recompute_all(forward: Callable[..., Any], buffers: WrittenBuffers, /, *args: Any, **kwargs: Any) -> Any:
+def _recompute_all(forward: Callable[..., Any], buffers: RestoredBuffers, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     args, kwargs = without_cache(args, kwargs)
@@ -113,7 +113,7 @@ def _recompute_all(forward: Callable[..., Any], buffers: WrittenBuffers, /, *arg
     )
 
 
-def _recompute_selectively(forward: Callable[..., Any], buffers: WrittenBuffers, /, *args: Any, **kwargs: Any) -> Any:
+def _recompute_selectively(forward: Callable[..., Any], buffers: RestoredBuffers, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     args, kwargs = without_cache(args, kwargs)
@@ -135,7 +135,7 @@ _eager_checkpoint = torch.compiler.disable(checkpoint)  # type: ignore[no-untype
 
 
 def _run(
-    forward: Callable[..., Any], buffers: WrittenBuffers, starts: list[Start], /, *args: Any, **kwargs: Any
+    forward: Callable[..., Any], buffers: RestoredBuffers, starts: list[Start], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a forward; the second time from the values that buffers had before the first."""
     if torch.compiler.is_compiling():

@@ -23,13 +23,13 @@ def name_synchronized(model: nn.Module, topology: Topology, device: torch.device
     """Log on rank 0 where BatchNorm trains on several ranks, once for a model."""
     if topology.world_size == 1 or topology.rank:
         return
-    found = [name for name, module in model.named_modules() if isinstance(module, _KINDS) and module.training]
-    if found:
+    names = [name for name, module in model.named_modules() if isinstance(module, _KINDS) and module.training]
+    if names:
         _logger.warning(
             "%s normalizes by each rank's own micro-batch in %d BatchNorm modules (%s%s); %s",
             type(model).__name__,
-            len(found),
-            ", ".join(found[:2]),
-            ", ..." if found[2:] else "",
+            len(names),
+            ", ".join(names[:2]),
+            ", ..." if names[2:] else "",
             _ADVICE["cpu" if device.type == "cpu" else "cuda"],
         )

@@ -136,6 +136,6 @@ class _Limits(logging.Handler):
 
 @cache
 def _limits() -> _Limits:
-    found = _Limits()
-    logging.getLogger("torch._dynamo.convert_frame").addHandler(found)
-    return found
+    limits = _Limits()
+    logging.getLogger("torch._dynamo.convert_frame").addHandler(limits)
+    return limits

@@ -95,9 +95,9 @@ def _problems(model: nn.Module, *, train: bool, forward_writes: bool) -> Iterato
         yield f"{kind} is already wrapped; pass model.module instead"
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod"):
-            path, what = (f"{name}.", f"module {name} of {kind}") if name else ("model.", "the model")
+            path, subject = (f"{name}.", f"module {name} of {kind}") if name else ("model.", "the model")
             yield (
-                f"{what} is already compiled; pass the original module, {path}_orig_mod, and set compile to "
+                f"{subject} is already compiled; pass the original module, {path}_orig_mod, and set compile to "
                 "per_block or full"
             )
         if hasattr(module, "_checkpoint_wrapped_module"):
@@ -143,15 +143,15 @@ def _problems(model: nn.Module, *, train: bool, forward_writes: bool) -> Iterato
             f"all {len(named)} parameters of {kind} are frozen; unfreeze the ones to train, or prepare it with "
             "train=False"
         )
-    other = [
+    odd = [
         name
         for name, parameter in trainable.items()
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16)
     ]
-    if other:
+    if odd:
         yield (
-            f"trainable parameters must be fp32, bf16 or fp16, but {other[0]} and {len(other) - 1} others of {kind} "
-            f"are {named[other[0]].dtype}; call model.float() and set the training dtypes in the section precision"
+            f"trainable parameters must be fp32, bf16 or fp16, but {odd[0]} and {len(odd) - 1} others of {kind} "
+            f"are {named[odd[0]].dtype}; call model.float() and set the training dtypes in the section precision"
         )
 
 

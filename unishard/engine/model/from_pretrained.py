@@ -58,8 +58,8 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
     sources = sources_of(model, shapes_of(folder, files), partial(_read, folder, files))
-    given = {id(parameters[name]) for name in sources if name in parameters}
-    missing = [name for name, parameter in parameters.items() if id(parameter) not in given] + [
+    loaded = {id(parameters[name]) for name in sources if name in parameters}
+    missing = [name for name, parameter in parameters.items() if id(parameter) not in loaded] + [
         name for name in buffers if name not in sources
     ]
     _refuse_gaps(model, folder, missing, sorted(sources.keys() - parameters.keys() - buffers.keys()))
@@ -148,10 +148,10 @@ def _refuse_gaps(model: nn.Module, folder: Path, missing: list[str], unexpected:
 def _read(folder: Path, files: Mapping[str, str], key: str, begin: int, end: int) -> Tensor:
     """The elements between two offsets of a flattened tensor. Reads only the rows that they are in."""
     with opened(folder, files[key]) as file:
-        found = file.get_slice(key)
-        shape = found.get_shape()
+        tensor = file.get_slice(key)
+        shape = tensor.get_shape()
         if not shape:
             return file.get_tensor(key).reshape(-1)[begin:end]  # type: ignore[no-any-return]
         row = math.prod(shape[1:])
         first, last = begin // row, -(-end // row)
-        return found[first:last].reshape(-1)[begin - first * row : end - first * row]  # type: ignore[no-any-return]
+        return tensor[first:last].reshape(-1)[begin - first * row : end - first * row]  # type: ignore[no-any-return]

@@ -19,11 +19,11 @@ def check_matmul(precision: Precision) -> None:
         ConfigError: One has.
     """
     for earlier in _matmul_asked - {precision.matmul, "keep"} if precision.matmul != "keep" else ():
-        what = (
+        message = (
             f"is {precision.matmul}, but an earlier prepare of this process has set {earlier}, and torch has one "
             f"setting for all models; write {earlier} or keep, or use another process"
         )
-        raise ConfigError([Problem("precision.matmul", what)])
+        raise ConfigError([Problem("precision.matmul", message)])
 
 
 def set_matmul(precision: Precision) -> None:

@@ -22,20 +22,20 @@ def embeddings_read_outside(model: nn.Module) -> set[nn.Module]:
     Finds what the source of the forward, or of a method that it calls, says as `self.name.weight`. Another way to read
     it is an error of the engine in the first forward.
     """
-    found: set[nn.Module] = set()
+    embeddings: set[nn.Module] = set()
     for module in model.modules():
         if any(isinstance(inner, nn.Embedding) for inner in module.modules() if inner is not module):
             kind: Any = type(module)  # which mypy takes for unhashable
             read = (_submodule(module, path) for path in _read_in_forward(kind))
-            found.update(inner for inner in read if isinstance(inner, nn.Embedding))
-    return found
+            embeddings.update(inner for inner in read if isinstance(inner, nn.Embedding))
+    return embeddings
 
 
 def _submodule(module: nn.Module, path: tuple[str, ...]) -> Any:
-    found: Any = module
+    part: Any = module
     for name in path:
-        found = getattr(found, name, None)
-    return found
+        part = getattr(part, name, None)
+    return part
 
 
 @cache

@@ -20,7 +20,7 @@ def shape_of(model: nn.Module, sharding: Sharding) -> ModelShape:
     Raises:
         ModelError: A class that the section names is not in the model.
     """
-    found = find_units(
+    units = find_units(
         model,
         Sharding(
             units=sharding.units,
@@ -29,7 +29,7 @@ def shape_of(model: nn.Module, sharding: Sharding) -> ModelShape:
         ),
     )
     declared = {compute: declared_by(model, compute) for compute in ("bf16", "fp16")}
-    unit_of = {id(parameter): index for index, unit in enumerate(found) for parameter in unit.module.parameters()}
+    unit_of = {id(parameter): index for index, unit in enumerate(units) for parameter in unit.module.parameters()}
     return ModelShape(
         parameters=tuple(
             ParameterShape(
@@ -45,6 +45,6 @@ def shape_of(model: nn.Module, sharding: Sharding) -> ModelShape:
         buffers=tuple(
             TensorShape(name, tuple(each.shape), name_of(each.dtype)) for name, each in model.named_buffers()
         ),
-        units=tuple(unit.name for unit in found),
-        embeddings=frozenset(index for index, unit in enumerate(found) if unit.is_embedding),
+        units=tuple(unit.name for unit in units),
+        embeddings=frozenset(index for index, unit in enumerate(units) if unit.is_embedding),
     )

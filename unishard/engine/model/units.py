@@ -52,21 +52,21 @@ def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
     """
     conditional = find_conditional(model, cfg)
     if cfg.units == "auto":
-        found = [*_outermost(model, _block_classes(model), "sharding.units", set(cfg.conditional_modules))]
-        inside = {id(module) for unit in (*found, *conditional) for module in unit.module.modules()}
+        units = [*_outermost(model, _block_classes(model), "sharding.units", set(cfg.conditional_modules))]
+        inside = {id(module) for unit in (*units, *conditional) for module in unit.module.modules()}
         inside |= {id(module) for module in embeddings_read_outside(model)}
-        found += [
+        units += [
             Unit(name, module)
             for name, module in model.named_modules()
             if isinstance(module, nn.Embedding) and id(module) not in inside
         ]
     else:
         _require_present(model, set(cfg.units), "sharding.units")
-        found = [*_outermost(model, set(cfg.units), "sharding.units", set(cfg.conditional_modules))]
+        units = [*_outermost(model, set(cfg.units), "sharding.units", set(cfg.conditional_modules))]
     shared = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    own = [unit for unit in _in_order(model, found) if not _ties_outside(unit, shared)]
+    own = [unit for unit in _in_order(model, units) if not _ties_outside(unit, shared)]
     if cfg.units != "auto":
-        _require_used(cfg.units, found, own)
+        _require_used(cfg.units, units, own)
     large = [unit for unit in own if unit.numel >= cfg.min_unit_params]
     if own and not large:
         sizes = ", ".join(f"{unit.name} ({type(unit.module).__name__}, {unit.numel:,})" for unit in own[:8])
@@ -112,10 +112,10 @@ def find_blocks(model: nn.Module, cfg: Sharding, field: str) -> list[Unit]:
         ModelError: There are no blocks; lists the classes that could be named.
     """
     classes = _block_classes(model) if cfg.units == "auto" else set(cfg.units)
-    found = [*_outermost(model, classes, field)]
-    if not found:
+    units = [*_outermost(model, classes, field)]
+    if not units:
         raise ModelError(f"{field}: {type(model).__name__} has no repeated blocks; its {_candidates(model)}")
-    return found
+    return units
 
 
 def _block_classes(model: nn.Module) -> set[str]:
@@ -197,12 +197,12 @@ def _candidates(model: nn.Module) -> str:
     )
 
 
-def _require_used(classes: Iterable[str], found: list[Unit], own: list[Unit]) -> None:
+def _require_used(classes: Iterable[str], units: list[Unit], own: list[Unit]) -> None:
     """Raise unless every class that the user named gives a unit."""
     for name in classes:
         if any(type(unit.module).__name__ == name for unit in own):
             continue
-        if any(type(unit.module).__name__ == name for unit in found):
+        if any(type(unit.module).__name__ == name for unit in units):
             raise ModelError(
                 f"sharding.units: every {name} shares a weight with a module outside it, and tied weights must stay "
                 "together; name a class that contains both, or remove it"

@@ -90,8 +90,8 @@ def shapes_of(folder: Path, files: Mapping[str, str]) -> dict[str, tuple[int, ..
 def _shapes(folder: Path, name: str) -> dict[str, tuple[int, ...]]:
     """The shapes in the header of a file."""
     with _readable(folder, name):
-        found = (folder / name).stat()
-        return _shapes_in_header(folder / name, (found.st_ino, found.st_size, found.st_mtime_ns))
+        stat = (folder / name).stat()
+        return _shapes_in_header(folder / name, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
 
 
 @lru_cache(maxsize=1)
@@ -145,9 +145,9 @@ def opened(folder: Path, name: str) -> Iterator[Any]:
     from safetensors import SafetensorError
 
     with _readable(folder, name):
-        found = (folder / name).stat()
+        stat = (folder / name).stat()
         try:
-            yield _mapped(folder / name, (found.st_ino, found.st_size, found.st_mtime_ns))
+            yield _mapped(folder / name, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
         except SafetensorError as error:
             raise ValueError(error) from error
 
@@ -165,7 +165,7 @@ def _mapped(path: Path, version: tuple[int, int, int]) -> Any:
 def _indexed(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     try:
-        found: Any = json.loads(read_bytes(path, _LARGEST))
+        index: Any = json.loads(read_bytes(path, _LARGEST))
     except OSError as error:
         raise ModelError(
             f"{path}: cannot be read ({error.strerror}); pass a directory written by save_pretrained"
@@ -174,7 +174,7 @@ def _indexed(folder: Path) -> dict[str, str]:
         raise ModelError(
             f"{path}: is not JSON ({str(error)[:200]}); it is damaged, copy the whole directory again"
         ) from error
-    files = found.get("weight_map") if isinstance(found, dict) else None
+    files = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise ModelError(
             f"{path}: has no weight_map of tensors to files; it is damaged, copy the whole directory again"

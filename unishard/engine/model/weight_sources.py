@@ -117,8 +117,8 @@ class _Assembly(NamedTuple):
 
             def part(begin: int, end: int, name: str = name, size: int = size, rows: int = rows) -> Tensor:
                 first, last = begin // size, -(-end // size)
-                found = self._converted(like, whole, slice(first, last) if rows > 1 else slice(None))[name]
-                return found.reshape(-1)[begin - first * size : end - first * size]
+                tensor = self._converted(like, whole, slice(first, last) if rows > 1 else slice(None))[name]
+                return tensor.reshape(-1)[begin - first * size : end - first * size]
 
             yield name, WeightSource(origin, tuple(tensor.shape), part)
 

@@ -57,9 +57,9 @@ class AverageShards:
         """
         for average, values in zip(self.averages, self.live, strict=True):
             average.copy_(values)
-        found = self._found(tensors)
-        tensors.read(ReadRequest(name, start, shard.values.view(-1)) for name, (start, shard) in found.items())
-        return len(self.by_name) - len(found)
+        shards = self._found(tensors)
+        tensors.read(ReadRequest(name, start, shard.values.view(-1)) for name, (start, shard) in shards.items())
+        return len(self.by_name) - len(shards)
 
     def require(self, tensors: Tensors) -> None:
         """Check that what `read` reads is there. Reads no element.

@@ -44,22 +44,22 @@ def names_to_load(
     if source is None:
         raise CheckpointError("weights.load: rank 0 passed None; pass it the weights, or a folder with safetensors")
     if isinstance(source, Mapping):
-        given = {name: tuple(value.shape) for name, value in source.items()}
+        source_shapes = {name: tuple(value.shape) for name, value in source.items()}
     else:
-        given = weight_files.shapes_of(Path(source), weight_files.files_of(Path(source)))
+        source_shapes = weight_files.shapes_of(Path(source), weight_files.files_of(Path(source)))
     wrong = [
-        f"{name} has the shape {given[name]}, not {tuple(shapes[name])}"
-        for name in given.keys() & shapes.keys()
-        if given[name] != tuple(shapes[name])
+        f"{name} has the shape {source_shapes[name]}, not {tuple(shapes[name])}"
+        for name in source_shapes.keys() & shapes.keys()
+        if source_shapes[name] != tuple(shapes[name])
     ]
-    has = given.keys() | {name for name, first in ties.items() if first in given}
-    has |= {first for name, first in ties.items() if name in given}
+    has = source_shapes.keys() | {name for name, first in ties.items() if first in source_shapes}
+    has |= {first for name, first in ties.items() if name in source_shapes}
     if strict:
         wrong += [f"{name} is missing" for name in shapes if name not in has]
-        wrong += [f"{name} is not in the model" for name in given if name not in shapes]
+        wrong += [f"{name} is not in the model" for name in source_shapes if name not in shapes]
     if wrong:
         more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         hint = "" if not strict else ", or strict=False"
         raise CheckpointError(f"weights.load: {'; '.join(wrong[:_NAMED])}{more}; pass weights of this model{hint}")
-    first = {ties.get(name, name): name for name in reversed([*given]) if name in shapes}
+    first = {ties.get(name, name): name for name in reversed([*source_shapes]) if name in shapes}
     return [*first.values()]

@@ -37,9 +37,9 @@ def require_sense(manifest: Manifest, positions: Sequence[Any], groups: Sequence
 def _wrong(manifest: Manifest, positions: Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if positions and len(positions) != manifest.world_size:
         yield f"data has {len(positions)} entries for {manifest.world_size} ranks"
-    for index, each in enumerate(positions):
-        if not position.is_position(each):
-            yield f"data.{index} is {each!r:.60}"
+    for index, saved_position in enumerate(positions):
+        if not position.is_position(saved_position):
+            yield f"data.{index} is {saved_position!r:.60}"
     saved = manifest.optimizer.groups if manifest.optimizer else []
     for index, (then, now) in enumerate(zip(saved, groups, strict=False)):
         for name in _RESUMED:

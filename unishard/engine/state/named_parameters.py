@@ -47,13 +47,15 @@ class NamedParameters:
         if isinstance(names, str):
             raise ContractError(f"{call} needs a list of names, got {names!r}; write {call}([{names!r}])")
         asked = {name: self._known(call, name) for name in names}
-        found = {name: asked[name] for name in self._tensors.named if name in asked}
-        all_names = ", ".join(found)
+        parameters = {name: asked[name] for name in self._tensors.named if name in asked}
+        all_names = ", ".join(parameters)
         self._order.check_sampled(
             call,
-            f", {all_names}" if len(found) < 3 else f", {len(found)} parameters ({zlib.crc32(all_names.encode()):08x})",
+            f", {all_names}"
+            if len(parameters) < 3
+            else f", {len(parameters)} parameters ({zlib.crc32(all_names.encode()):08x})",
         )
-        return found
+        return parameters
 
     def _known(self, call: str, name: str) -> nn.Parameter:
         self._order.require_open(call)

@@ -144,15 +144,15 @@ def _global_batch(run: Run, manifest: Manifest) -> Iterator[str]:
     then = math.prod(training[field] for field in fields) * shares_then
     now = math.prod(getattr(run.training, field) for field in fields) * (world // sharing_of(run.text, world))
     if then != now:
-        what = f"the global batch size was {then} and is now {now}"
-        yield f"{what}; adjust training.gradient_accumulation_steps to the number of ranks"
+        message = f"the global batch size was {then} and is now {now}"
+        yield f"{message}; adjust training.gradient_accumulation_steps to the number of ranks"
 
 
 def _changed_fields(run: Run, manifest: Manifest) -> Iterator[str]:
     """Fields of the loop and its schedule, but for the one that follows from others."""
     for section in ("training", "scheduler"):
-        given = (manifest.config or {}).get(section)
-        then = given if isinstance(given, Mapping) else {}
+        saved = (manifest.config or {}).get(section)
+        then = saved if isinstance(saved, Mapping) else {}
         for field, now in run.text[section].items():
             if field != "global_batch_size" and then.get(field, now) != now:
                 yield f"{section}.{field} was {then[field]}; using {now} of the config"

@@ -132,8 +132,8 @@ class SaveAndLoad:
             raise ContractError(f'load: verify is {verify!r}; pass "files", "bits", or None for no check')
         which = source if source in ("latest", "best") else None
         place = self._directory(None if which else source, "load")
-        what = f"{which} of {self._asked.dir}" if which else source
-        order.check_now("load", f", from {what}, strict={strict}, verify={verify}, data={data}")
+        description = f"{which} of {self._asked.dir}" if which else source
+        order.check_now("load", f", from {description}, strict={strict}, verify={verify}, data={data}")
         group = process_group.host_group()
         self.wait()
         self._own_to_resume(place, which)
@@ -152,12 +152,12 @@ class SaveAndLoad:
     def _found(self, place: Path, which: str | Path | None) -> Path | None:
         """Rank 0: the checkpoint that a user asks for; None if it is the latest and there is none."""
         if which == "latest":
-            found, lost = finding.latest(place), finding.newer_than_latest(place)
-            if lost is not None and found is None:
+            checkpoint, lost = finding.latest(place), finding.newer_than_latest(place)
+            if lost is not None and checkpoint is None:
                 raise CheckpointError(f"{lost}; a new run does not begin in its place")
             if lost is not None:
-                _logger.warning("%s; the run continues from %s", lost, found)
-            return found
+                _logger.warning("%s; the run continues from %s", lost, checkpoint)
+            return checkpoint
         if which is None:
             return finding.locate(place, "latest")
         best = finding.best(place, self._asked.best)
@@ -269,17 +269,17 @@ class SaveAndLoad:
         """Reserve a directory: two engines, such as those of a GAN, would replace each other's checkpoints of the same
         step.
         """
-        other = _savers.get(root.resolve())
-        if other is not None and root in other._leaving:
-            other.wait()
+        owner = _savers.get(root.resolve())
+        if owner is not None and root in owner._leaving:
+            owner.wait()
         if _savers.setdefault(root.resolve(), self) is not self:
             raise ContractError(
                 f"save: another engine of this process saves in {root}; use a directory per engine, or close the other "
                 "engine first"
             )
 
-    def _directory(self, given: str | Path | None, call: str) -> Path:
-        place = self._dir if given is None else path_of(given, call).absolute()
+    def _directory(self, folder: str | Path | None, call: str) -> Path:
+        place = self._dir if folder is None else path_of(folder, call).absolute()
         if place is None:
             raise ContractError(
                 f"{call} needs a directory; pass one, as in engine.{call}('checkpoints'), or set checkpoint.dir in the "
@@ -315,7 +315,7 @@ def _require_same(metric: float | None, group: dist.ProcessGroup) -> None:
     """
     everyone = list(map(repr, ranks_of(group).gather(metric)))
     if len(set(everyone)) > 1:
-        given = ", ".join(f"rank {rank} has {each}" for rank, each in enumerate(everyone[:8]))
+        values = ", ".join(f"rank {rank} has {each}" for rank, each in enumerate(everyone[:8]))
         raise RankMismatchError(
-            f"save: the ranks pass different metrics: {given}; pass the mean over the ranks, engine.mean(value)"
+            f"save: the ranks pass different metrics: {values}; pass the mean over the ranks, engine.mean(value)"
         )

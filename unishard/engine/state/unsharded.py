@@ -25,20 +25,20 @@ def unsharded(
         raise ContractError(
             "engine.weights.unsharded() was entered inside engine.weights.unsharded(); name all parameters in one block"
         )
-    found = list(parameters_of.find_all("weights.unsharded", names))
+    full_names = list(parameters_of.find_all("weights.unsharded", names))
     trains = torch.is_grad_enabled() and adapter.training is not None and not order.frozen
     parameters: dict[str, nn.Parameter] = {}
     order.unsharded = order.gathered = True
     try:
-        with adapter.unsharded(found):
-            parameters.update((name, attrgetter(name)(adapter.module)) for name in found)
+        with adapter.unsharded(full_names):
+            parameters.update((name, attrgetter(name)(adapter.module)) for name in full_names)
             versions = [parameter._version for parameter in parameters.values()]
             yield parameters
             if [parameter._version for parameter in parameters.values()] != versions:
                 raise ContractError(
                     f"a parameter was edited inside engine.weights.unsharded(), which holds copies: "
-                    f"{', '.join(found[:3])}; edit weights inside `with engine.weights.gathered(names):`, which writes "
-                    "them back"
+                    f"{', '.join(full_names[:3])}; edit weights inside `with engine.weights.gathered(names):`, which "
+                    "writes them back"
                 )
             if (
                 trains

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from unishard.formats.format import Deferred
-from unishard.formats.signs import Signs, weighted
+from unishard.formats.markers import Markers, weighted
 
 __all__ = ["FORMAT"]
 
-_SIGNS = weighted(
+_MARKERS = weighted(
     {
         4: "distributed_type compute_environment",
         3: "deepspeed_config megatron_lm_config parallelism_config main_training_function downcast_bf16",
@@ -16,4 +16,4 @@ _SIGNS = weighted(
     }
 )
 
-FORMAT = Deferred("accelerate", Signs(_SIGNS))
+FORMAT = Deferred("accelerate", Markers(_MARKERS))

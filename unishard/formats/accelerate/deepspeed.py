@@ -21,7 +21,7 @@ from unishard.contract.templates import is_placeholder
 from unishard.errors import ConfigError
 from unishard.formats.accelerate.entries import TOOL, block_of, dropped, overlooked, precision_of, refused
 from unishard.formats.accelerate.sequence import BLOCK, name_of, size_of
-from unishard.formats.engine_block import EngineBlock, Spot
+from unishard.formats.engine_block import EngineBlock, SourceKey
 from unishard.formats.names import names
 from unishard.formats.source import Source, open_named
 
@@ -71,14 +71,14 @@ _NO_CLIPPING = "0 is left out, so DeepSpeed clips to 1.0; write a very large nor
 
 
 def deepspeed_entries(
-    document: Mapping[str, Any], precision: str, spot: Spot, topology: Topology | None
+    document: Mapping[str, Any], precision: str, source_key: SourceKey, topology: Topology | None
 ) -> list[Entry]:
     """What DeepSpeed's arguments in a document say, which names no file of DeepSpeed's own.
 
     Args:
         document: The whole.
         precision: In which format it computes.
-        spot: Where it says that.
+        source_key: Where it says that.
         topology: The ranks, where they are known.
     """
     arguments = EngineBlock("deepspeed", ("deepspeed_config",), {argument: (name,) for name, argument in NAMES.items()})
@@ -88,9 +88,11 @@ def deepspeed_entries(
         entries += _argument(arguments, str(name), value, block)
     for name, value, note in (("zero_stage", 2, ""), ("gradient_clipping", 1.0, _CLIPS)):
         if block.get(name) is None:
-            spot_ = Spot(("deepspeed_config", name), value, assumed=name not in block, note=note, notable=bool(note))
-            arguments.add(NAMES[name], value, spot_)
-    _compute(arguments, precision, spot)
+            option_key = SourceKey(
+                ("deepspeed_config", name), value, assumed=name not in block, note=note, notable=bool(note)
+            )
+            arguments.add(NAMES[name], value, option_key)
+    _compute(arguments, precision, source_key)
     _share(arguments, document)
     return [*entries, *arguments.entries(topology=topology)]
 
@@ -139,39 +141,39 @@ def experts(path: Path, value: Any, stage: Any) -> Entry:
         return refused(path, value, str(error))
 
 
-def _read(name: str, value: Any, path: Path) -> tuple[Any, Spot]:
+def _read(name: str, value: Any, path: Path) -> tuple[Any, SourceKey]:
     """The argument, and how what Accelerate does with it differs from what the key says."""
     match name:
         case "gradient_clipping":
             return _clipping(value, path)
         case "offload_optimizer_nvme_path" | "offload_param_nvme_path":
-            return value, Spot(path, value, fit=Fit.EQUIVALENT, note=_NVME)
+            return value, SourceKey(path, value, fit=Fit.EQUIVALENT, note=_NVME)
         case "offload_optimizer_device" if str(value).lower() in ("cpu", "nvme"):
-            return str(value).lower(), Spot(path, value, fit=Fit.EQUIVALENT, note=_CPU_ADAM)
+            return str(value).lower(), SourceKey(path, value, fit=Fit.EQUIVALENT, note=_CPU_ADAM)
         case "offload_optimizer_device" | "offload_param_device":
-            return str(value).lower(), Spot(path, value)
-    return value, Spot(path, value)
+            return str(value).lower(), SourceKey(path, value)
+    return value, SourceKey(path, value)
 
 
-def _clipping(value: Any, path: Path) -> tuple[Any, Spot]:
+def _clipping(value: Any, path: Path) -> tuple[Any, SourceKey]:
     """The norm: `auto` and 0 come to 1.0 (accelerator.py)."""
     if value == AUTO:
-        return 1.0, Spot(path, value)
+        return 1.0, SourceKey(path, value)
     if is_placeholder(value):
-        return value, Spot(path, value)
+        return value, SourceKey(path, value)
     norm = number(0)(value)
     if not norm:
-        return 1.0, Spot(path, value, fit=Fit.APPROXIMATE, note=_NO_CLIPPING)
-    return (0.0 if norm >= NEVER else norm), Spot(path, value)
+        return 1.0, SourceKey(path, value, fit=Fit.APPROXIMATE, note=_NO_CLIPPING)
+    return (0.0 if norm >= NEVER else norm), SourceKey(path, value)
 
 
-def _compute(arguments: EngineBlock, precision: str, spot: Spot) -> None:
+def _compute(arguments: EngineBlock, precision: str, source_key: SourceKey) -> None:
     """The sections that Accelerate makes of `mixed_precision` (utils/dataclasses.py, set_mixed_precision)."""
     match precision:
         case "fp16":
-            arguments.add("fp16", {"enabled": True, "auto_cast": True}, spot)
+            arguments.add("fp16", {"enabled": True, "auto_cast": True}, source_key)
         case "bf16" | "fp8":
-            arguments.add("bf16", {"enabled": True}, spot)
+            arguments.add("bf16", {"enabled": True}, source_key)
 
 
 def _share(arguments: EngineBlock, document: Mapping[str, Any]) -> None:
@@ -179,7 +181,7 @@ def _share(arguments: EngineBlock, document: Mapping[str, Any]) -> None:
     name = name_of("sp")
     value = block_of(document, BLOCK).get(name, 1)
     if size_of(value) > 1:
-        arguments.add("sequence_parallel_size", size_of(value), Spot((BLOCK, name), value))
+        arguments.add("sequence_parallel_size", size_of(value), SourceKey((BLOCK, name), value))
 
 
 def no_file(path: Path, name: Any) -> Entry:
@@ -188,8 +190,8 @@ def no_file(path: Path, name: Any) -> Entry:
         f"{name} was not found: its stage, precision, clipping, optimizer and schedule are unknown, and {TOOL} "
         "fails as well; add the file"
     )
-    said = Undecided(f"{name}, which was not found", required=True)
-    return Entry(path, name, KeyEffect(Fit.NEEDS_INPUT, note, dict.fromkeys(OF_THE_FILE, said)))
+    undecided = Undecided(f"{name}, which was not found", required=True)
+    return Entry(path, name, KeyEffect(Fit.NEEDS_INPUT, note, dict.fromkeys(OF_THE_FILE, undecided)))
 
 
 FILE: Path = ("deepspeed_config", "deepspeed_config_file")
@@ -208,29 +210,29 @@ _FILLED: Mapping[str, Any] = {
 accelerator.py)."""
 
 
-def file_entries(source: Source, spot: Spot, topology: Topology | None) -> list[Entry]:
+def file_entries(source: Source, source_key: SourceKey, topology: Topology | None) -> list[Entry]:
     """What a document says that names DeepSpeed's own file.
 
     Args:
         source: The document.
-        spot: Where it says in which format it computes.
+        source_key: Where it says in which format it computes.
         topology: The ranks, where they are known.
     """
     block = block_of(source.data, "deepspeed_config")
     entries = [_beside(str(name), value) for name, value in block.items() if name not in (FILE[-1], MOE)]
-    if not spot.assumed and spot.value is not None and precision_of(source.data) == "no":
+    if not source_key.assumed and source_key.value is not None and precision_of(source.data) == "no":
         entries.append(
             dropped(
-                spot.path,
-                spot.value,
+                source_key.path,
+                source_key.value,
                 f"the file decides; {TOOL} refuses this beside it, so it is left out",
                 copy_verbatim=False,
             )
         )
-    elif not spot.assumed and spot.value is not None:
-        entries.append(refused(spot.path, spot.value, _BESIDE))
+    elif not source_key.assumed and source_key.value is not None:
+        entries.append(refused(source_key.path, source_key.value, _BESIDE))
     else:
-        entries.append(Entry(spot.path, spot.value, KeyEffect(), spot.assumed))
+        entries.append(Entry(source_key.path, source_key.value, KeyEffect(), source_key.assumed))
     name = block[FILE[-1]]
     try:
         document = opened(name, source.folder)
@@ -272,19 +274,19 @@ def opened(name: Any, folder: FilePath | None) -> Mapping[str, Any] | None:
     """
     if isinstance(name, Mapping):
         return name
-    found = open_named(str(name), folder)
-    return found.data if found else _inside(str(name))
+    source = open_named(str(name), folder)
+    return source.data if source else _inside(str(name))
 
 
 def _inside(text: str) -> Mapping[str, Any] | None:
     """JSON, or JSON in base64, which Accelerate takes as well (utils/deepspeed.py)."""
     for content in (text, _decoded(text)):
         try:
-            found = json.loads(content)
+            parsed = json.loads(content)
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, dict):
-            return found
+        if isinstance(parsed, dict):
+            return parsed
     return None
 
 
@@ -298,9 +300,9 @@ def _decoded(text: str) -> str:
 def _beside_file(document: Mapping[str, Any], around: Mapping[str, Any], topology: Topology | None) -> list[Entry]:
     """What DeepSpeed makes of the file after Accelerate has filled in what it can."""
     block = EngineBlock("deepspeed", FILE, native=dict(document))
-    said = dict(flat(document))
+    values = dict(flat(document))
     for key, value in _FILLED.items():
-        if said.get(key) == AUTO:
-            block.add(key, value, Spot((*FILE, *key.split(".")), AUTO))
+        if values.get(key) == AUTO:
+            block.add(key, value, SourceKey((*FILE, *key.split(".")), AUTO))
     _share(block, around)
     return block.entries(topology=topology)

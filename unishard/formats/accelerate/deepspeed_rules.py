@@ -54,19 +54,19 @@ def _inline(**keys: Any) -> Native:
     return {"deepspeed_config": keys}
 
 
-def _device(what: str, key: str) -> Rule:
+def _device(state: str, key: str) -> Rule:
     """Where parameters or the optimizer's state live."""
     return exact(
         f"deepspeed_config.{key}",
         unsupported(
-            "nvme", lambda cfg: getattr(cfg.offload, what) == "nvme", f"Accelerate 1.15.0 drops the path; it {_FILE}"
+            "nvme", lambda cfg: getattr(cfg.offload, state) == "nvme", f"Accelerate 1.15.0 drops the path; it {_FILE}"
         ),
         approximate(
             "the optimizer's, of sgd or lion",
-            lambda cfg: what == "optimizer" and cfg.optimizer.name in ("sgd", "lion"),
+            lambda cfg: state == "optimizer" and cfg.optimizer.name in ("sgd", "lion"),
             "Accelerate 1.15.0 replaces every optimizer that it does not know by DeepSpeedCPUAdam",
         ),
-        to=lambda cfg, topology: _inline(**{key: getattr(cfg.offload, what)}),
+        to=lambda cfg, topology: _inline(**{key: getattr(cfg.offload, state)}),
     )
 
 

@@ -37,8 +37,8 @@ def overlooked(path: Path, value: Any, names: Iterable[str]) -> Entry:
 
 def block_of(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The mapping below a key; empty where there is none."""
-    found = document.get(name)
-    return found if isinstance(found, Mapping) else {}
+    block = document.get(name)
+    return block if isinstance(block, Mapping) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +112,10 @@ def precision_word(value: Any) -> str:
     Raises:
         Unreadable: It is something else.
     """
-    word = "no" if value is None or value is False else str(value).lower()
-    if word not in _FORMATS:
+    precision = "no" if value is None or value is False else str(value).lower()
+    if precision not in _FORMATS:
         raise Unreadable(f"must be one of {', '.join(_FORMATS)}, got {shown(value)}; write one of them")
-    return word
+    return precision
 
 
 def precision_of(document: Mapping[str, Any]) -> str:

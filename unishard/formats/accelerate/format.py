@@ -10,7 +10,7 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect, Path, Unreadable, interpret
 from unishard.contract.key_rows import integer, listed
-from unishard.contract.render import FieldResult, WrittenDocument
+from unishard.contract.render import FieldResult, RenderedDocument
 from unishard.contract.rules import Fit
 from unishard.formats.accelerate.deepspeed import NO_FILE, OF_THE_FILE, deepspeed_entries, file_entries
 from unishard.formats.accelerate.entries import KINDS, NO_WORDS, TOOL, block_of, dropped, kind_of, precision_of, refused
@@ -20,7 +20,7 @@ from unishard.formats.accelerate.rules import FSDP_RULES
 from unishard.formats.accelerate.script import launch_of
 from unishard.formats.accelerate.sequence import around
 from unishard.formats.accelerate.writing import expressed, for_trainer, text_of
-from unishard.formats.engine_block import Spot
+from unishard.formats.engine_block import SourceKey
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
 from unishard.formats.names import names
@@ -64,8 +64,8 @@ def entries_of(source: Source, topology: Topology | None) -> list[Entry]:
     refused_already = {entry.path for entry in own}
     engine = [entry for entry in _engine(source, topology) if entry.path not in refused_already]
     entries = [*own, *engine, *_unused(document)]
-    said = {entry.path for entry in entries if not entry.assumed}
-    entries = [_quoted(entry) for entry in entries if not (entry.assumed and entry.path in said)]
+    paths = {entry.path for entry in entries if not entry.assumed}
+    entries = [_quoted(entry) for entry in entries if not (entry.assumed and entry.path in paths)]
     entries = [entry.at(_BLOCK, *entry.path) if entry.path[0] in inner else entry for entry in entries]
     entries += [dropped((name,), written[name], f"{_BLOCK}.{name} counts instead") for name in inner if name in written]
     order = {str(name): place for place, name in enumerate(document)}
@@ -110,7 +110,7 @@ def _tool_entries(document: Mapping[str, Any], topology: Topology | None) -> Ite
     for entry in interpret(
         KEYS, own, tool=TOOL, ignores_unknown=lambda key: "." in key, defaults=others, topology=topology
     ):
-        if entry.effect.fit in (Fit.UNSUPPORTED, Fit.NEEDS_INPUT) or entry.path != _precision_spot(document).path:
+        if entry.effect.fit in (Fit.UNSUPPORTED, Fit.NEEDS_INPUT) or entry.path != _precision_key(document).path:
             yield from (_replaced(entry, document) for entry in _renamed(entry, document))
     if "distributed_type" not in document:
         held = next((kind for name, kind in _BLOCKS.items() if document.get(name)), "MULTI_GPU")
@@ -164,35 +164,37 @@ def _first(value: Any) -> tuple[str, ...]:
 
 def _engine(source: Source, topology: Topology | None) -> list[Entry]:
     """What the engine's arguments say, with the format that it computes in."""
-    kind, precision, spot = kind_of(source.data), precision_of(source.data), _precision_spot(source.data)
-    said = _ENGINES[kind.engine](source, precision, spot, topology)
-    unsaid = all(entry.path != spot.path for entry in said)
-    return [*said, *_precision_entries(spot, precision, kind.engine)] if unsaid else said
+    kind, precision, source_key = kind_of(source.data), precision_of(source.data), _precision_key(source.data)
+    engine_entries = _ENGINES[kind.engine](source, precision, source_key, topology)
+    unsaid = all(entry.path != source_key.path for entry in engine_entries)
+    return [*engine_entries, *_precision_entries(source_key, precision, kind.engine)] if unsaid else engine_entries
 
 
-def _precision_spot(document: Mapping[str, Any]) -> Spot:
+def _precision_key(document: Mapping[str, Any]) -> SourceKey:
     """Where a document says in which format it computes."""
     name = "fp16" if "mixed_precision" not in document and "fp16" in document else "mixed_precision"
     note, fit = (_FP8, Fit.APPROXIMATE) if precision_of(document) == "fp8" else ("", Fit.EXACT)
     fields = {} if precision_of(document) == "no" else {"precision.master": "fp32"}
-    return Spot((name,), document.get(name, "no"), name not in document, fit, note, fields)
+    return SourceKey((name,), document.get(name, "no"), name not in document, fit, note, fields)
 
 
-def _precision_entries(spot: Spot, precision: str, engine: str) -> Iterator[Entry]:
+def _precision_entries(source_key: SourceKey, precision: str, engine: str) -> Iterator[Entry]:
     """The format where the engine itself says nothing of it."""
     if precision == "no":
-        yield Entry(spot.path, spot.value, KeyEffect(fields={"precision.compute": "fp32"}), spot.assumed)
+        yield Entry(
+            source_key.path, source_key.value, KeyEffect(fields={"precision.compute": "fp32"}), source_key.assumed
+        )
     elif engine == "none":
         fields = {
             "precision.compute": "bf16" if precision == "fp8" else precision,
             "precision.master": "fp32",
             "precision.reduce": "fp32",
         }
-        note = "; ".join(filter(None, (_AUTOCAST, spot.note)))
-        yield Entry(spot.path, spot.value, KeyEffect(Fit.APPROXIMATE, note, fields), spot.assumed)
+        note = "; ".join(filter(None, (_AUTOCAST, source_key.note)))
+        yield Entry(source_key.path, source_key.value, KeyEffect(Fit.APPROXIMATE, note, fields), source_key.assumed)
 
 
-def _replicas(source: Source, precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
+def _replicas(source: Source, precision: str, source_key: SourceKey, topology: Topology | None) -> list[Entry]:
     """Replicas have no engine's arguments; groups of ranks are only another number of replicas."""
     block = block_of(source.data, "parallelism_config")
     return [
@@ -202,15 +204,17 @@ def _replicas(source: Source, precision: str, spot: Spot, topology: Topology | N
     ]
 
 
-def _deepspeed(source: Source, precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
-    groups = _replicas(source, precision, spot, topology)
+def _deepspeed(source: Source, precision: str, source_key: SourceKey, topology: Topology | None) -> list[Entry]:
+    groups = _replicas(source, precision, source_key, topology)
     if block_of(source.data, "deepspeed_config").get("deepspeed_config_file") not in NO_FILE:
-        return [*file_entries(source, spot, topology), *groups]
-    return [*deepspeed_entries(source.data, precision, spot, topology), *groups]
+        return [*file_entries(source, source_key, topology), *groups]
+    return [*deepspeed_entries(source.data, precision, source_key, topology), *groups]
 
 
-_ENGINES: Mapping[str, Callable[[Source, str, Spot, Topology | None], list[Entry]]] = {
-    "fsdp": (lambda source, precision, spot, topology: fsdp_entries(source.data, precision, spot, topology)),
+_ENGINES: Mapping[str, Callable[[Source, str, SourceKey, Topology | None], list[Entry]]] = {
+    "fsdp": (
+        lambda source, precision, source_key, topology: fsdp_entries(source.data, precision, source_key, topology)
+    ),
     "deepspeed": _deepspeed,
     "none": _replicas,
 }
@@ -272,7 +276,7 @@ class AccelerateFormat(Format):
         """What a file says. Opens the file that `deepspeed_config_file` names."""
         return entries_of(source, topology)
 
-    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
+    def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """A file for `accelerate launch --config_file`, and what became of each field.
 
         What the source leaves to its training script stays with it.
@@ -299,12 +303,12 @@ _NO_RANKS = (
 )
 
 
-def _with_absent_file(said: WrittenDocument, reading: ReadDocument) -> WrittenDocument:
+def _with_absent_file(rendered: RenderedDocument, reading: ReadDocument) -> RenderedDocument:
     """The document, pointing to DeepSpeed's file as before if that is not there and its values are undecided."""
     open_ = [field for field in OF_THE_FILE if field in reading.undecided and reading.undecided[field].required]
     if reading.format != FORMAT.name or len(open_) < len(OF_THE_FILE):
-        return said
-    beside = {key: value for key, value in said.document.items() if key not in (_BLOCK, "mixed_precision")}
+        return rendered
+    beside = {key: value for key, value in rendered.document.items() if key not in (_BLOCK, "mixed_precision")}
     name = block_of(reading.source.data, _BLOCK)[_FILE]
     words = dict.fromkeys(open_, FieldResult(Fit.EXACT, f"{_BLOCK}.{_FILE}", ""))
-    return WrittenDocument({**beside, _BLOCK: {_FILE: name}}, {**said.fields, **words})
+    return RenderedDocument({**beside, _BLOCK: {_FILE: name}}, {**rendered.fields, **words})

@@ -14,7 +14,7 @@ from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
 from unishard.formats.accelerate.entries import TOOL, block_of, dropped, overlooked, refused
 from unishard.formats.accelerate.sequence import name_of, size_of
-from unishard.formats.engine_block import EngineBlock, Spot
+from unishard.formats.engine_block import EngineBlock, SourceKey
 from unishard.formats.names import names
 
 NAMES: Mapping[str, str] = {
@@ -39,13 +39,15 @@ _AUTOCAST = f"{TOOL} also runs FSDP1 in torch.autocast: some operations stay in 
 _LIST = "read as class names; write them comma-separated, Accelerate 1.15.0 takes no list"
 
 
-def fsdp_entries(document: Mapping[str, Any], precision: str, spot: Spot, topology: Topology | None) -> list[Entry]:
+def fsdp_entries(
+    document: Mapping[str, Any], precision: str, source_key: SourceKey, topology: Topology | None
+) -> list[Entry]:
     """What FSDP's arguments in a document say.
 
     Args:
         document: The whole.
         precision: In which format it computes.
-        spot: Where it says that.
+        source_key: Where it says that.
         topology: The ranks, where they are known.
     """
     arguments = EngineBlock("fsdp", ("fsdp_config",), {argument: (name,) for name, argument in NAMES.items()})
@@ -64,16 +66,18 @@ def fsdp_entries(document: Mapping[str, Any], precision: str, spot: Spot, topolo
     entries += _groups(arguments, document, version, topology)
     if precision in _DTYPES:
         arguments.add(
-            "mixed_precision", _policy(_DTYPES[precision], version), _autocast(spot) if version == 1 else spot
+            "mixed_precision",
+            _policy(_DTYPES[precision], version),
+            _autocast(source_key) if version == 1 else source_key,
         )
     return [*entries, *arguments.entries(defaults=_assumed(arguments.native, version), topology=topology)]
 
 
-def _autocast(spot: Spot) -> Spot:
+def _autocast(source_key: SourceKey) -> SourceKey:
     """Where FSDP1 gets its dtypes, beside which Accelerate runs the forward in torch.autocast (accelerator.py,
     prepare_model).
     """
-    return spot._replace(fit=Fit.APPROXIMATE, note="; ".join(filter(None, (_AUTOCAST, spot.note))))
+    return source_key._replace(fit=Fit.APPROXIMATE, note="; ".join(filter(None, (_AUTOCAST, source_key.note))))
 
 
 def _by_class(block: Mapping[str, tuple[Any, Any]]) -> bool:
@@ -119,7 +123,7 @@ def _argument(arguments: EngineBlock, full: str, path: Path, value: Any) -> Iter
         )
         try:
             taken = value if is_placeholder(value) else _READ.get(full, lambda value: value)(value)
-            arguments.add(NAMES[full], taken, Spot(path, value, fit=fit, note=note))
+            arguments.add(NAMES[full], taken, SourceKey(path, value, fit=fit, note=note))
         except Unreadable as error:
             yield refused(path, value, str(error))
 
@@ -128,11 +132,11 @@ def _word(words: tuple[str, ...]) -> Callable[[Any], str]:
     """Reads one of an enumeration's words, in any case, or its number."""
 
     def read(value: Any) -> str:
-        word = str(value).upper()
-        if word.isdecimal() and 1 <= int(word) <= len(words):
-            return words[int(word) - 1]
-        if word in words:
-            return word
+        choice = str(value).upper()
+        if choice.isdecimal() and 1 <= int(choice) <= len(words):
+            return words[int(choice) - 1]
+        if choice in words:
+            return choice
         raise Unreadable(f"must be one of {', '.join(words)}, got {shown(value)}; write one of them")
 
     return read
@@ -182,15 +186,15 @@ def _groups(
             sizes[axis] = integer(1)(block.get(name, 1))
         except Unreadable as error:
             yield refused(("parallelism_config", name), block[name], str(error))
-    given = {axis: ("parallelism_config", name) for axis, name in _AXES.items() if name in block and axis in sizes}
+    paths = {axis: ("parallelism_config", name) for axis, name in _AXES.items() if name in block and axis in sizes}
     within = math.prod(size_of(block.get(name_of(axis), 1)) for axis in ("tp", "cp", "sp"))
-    fault = _fault(sizes, version, topology, within) if len(sizes) == len(_AXES) and given else ""
-    if not fault and len(sizes) == len(given) == len(_AXES) and min(sizes.values()) > 1:
+    fault = _fault(sizes, version, topology, within) if len(sizes) == len(_AXES) and paths else ""
+    if not fault and len(sizes) == len(paths) == len(_AXES) and min(sizes.values()) > 1:
         # FSDP shards over the ranks that share a sample as well.
         mesh = sizes | {"shard": sizes["shard"] * size_of(block.get(name_of("cp"), 1))}
-        arguments.add("mesh", mesh, *(Spot(path, block[path[1]]) for path in given.values()))
+        arguments.add("mesh", mesh, *(SourceKey(path, block[path[1]]) for path in paths.values()))
         return
-    for path in given.values():
+    for path in paths.values():
         value = block[path[1]]
         yield (
             refused(path, value, fault)

@@ -41,7 +41,7 @@ PORT = 29500
 """Of the rendezvous, in Accelerate as in torchrun."""
 
 
-def _environment(value: Any, given: DocumentValues) -> KeyEffect:
+def _environment(value: Any, document: DocumentValues) -> KeyEffect:
     if value == "LOCAL_MACHINE":
         return left_out(_LAUNCHER)
     if value == "AMAZON_SAGEMAKER":
@@ -49,93 +49,93 @@ def _environment(value: Any, given: DocumentValues) -> KeyEffect:
     raise Unreadable(f"must be LOCAL_MACHINE, got {shown(value)}; write that, and use the cluster's launcher")
 
 
-def _distributed_type(value: Any, given: DocumentValues) -> KeyEffect:
+def _distributed_type(value: Any, document: DocumentValues) -> KeyEffect:
     kind = kind_named(value)
     return KeyEffect(kind.fit, kind.note, dict(kind.fields))
 
 
-def _count(value: Any, given: DocumentValues) -> KeyEffect:
+def _count(value: Any, document: DocumentValues) -> KeyEffect:
     if value is None or value == -1:
         return left_out("is not said, so Accelerate wants it on its command line")
     count = integer(1)(value)
-    machines = 1 if given.get("num_machines") is None else integer(1)(given.get("num_machines"))
+    machines = 1 if document.get("num_machines") is None else integer(1)(document.get("num_machines"))
     if count % machines:
         raise Unreadable(f"must be a multiple of num_machines ({machines}), got {count}; write the total")
     # Another number of ranks is asked for: that one is written, not this.
-    kept = given.topology is None or given.topology.world_size == count
-    each = given.topology.local_world_size if given.topology else count // machines
-    return KeyEffect(fields={"launch.processes_per_node": each}, note=_RANKS, copy_verbatim=kept)
+    kept = document.topology is None or document.topology.world_size == count
+    per_node = document.topology.local_world_size if document.topology else count // machines
+    return KeyEffect(fields={"launch.processes_per_node": per_node}, note=_RANKS, copy_verbatim=kept)
 
 
-def _machines(value: Any, given: DocumentValues) -> KeyEffect:
+def _machines(value: Any, document: DocumentValues) -> KeyEffect:
     if value is None:
         return left_out("is not said, so Accelerate takes 1")
     count = integer(1)(value)
-    here = given.topology is None or given.topology.world_size == count * given.topology.local_world_size
-    nodes = given.topology.world_size // given.topology.local_world_size if given.topology else count
+    here = document.topology is None or document.topology.world_size == count * document.topology.local_world_size
+    nodes = document.topology.world_size // document.topology.local_world_size if document.topology else count
     return KeyEffect(fields={"launch.nodes": nodes}, copy_verbatim=here)
 
 
-def _use_cpu(value: Any, given: DocumentValues) -> KeyEffect:
+def _use_cpu(value: Any, document: DocumentValues) -> KeyEffect:
     if not boolean(value):
         return left_out("computes on the accelerator where there is one")
     note = "the CPU computes only without a visible GPU; set CUDA_VISIBLE_DEVICES="
-    if given.get("distributed_type") == "FSDP":
+    if document.get("distributed_type") == "FSDP":
         note += "; Accelerate 1.15.0 does not shard on the CPU"
     return KeyEffect(Fit.APPROXIMATE, note, copy_verbatim=True)
 
 
-def _gpus(value: Any, given: DocumentValues) -> KeyEffect:
+def _gpus(value: Any, document: DocumentValues) -> KeyEffect:
     if value is not None and not isinstance(value, str):
         raise Unreadable(f"must be all or comma-separated indices, got {shown(value)}; write them in quotes")
-    several = str(given.get("distributed_type")).startswith("MULTI_") and given.get("num_machines") in (None, 1)
+    several = str(document.get("distributed_type")).startswith("MULTI_") and document.get("num_machines") in (None, 1)
     if several and value not in (None, "all") and "," not in value:
-        raise Unreadable(f"must name two GPUs for {given.get('distributed_type')}, got {shown(value)}; write all")
+        raise Unreadable(f"must name two GPUs for {document.get('distributed_type')}, got {shown(value)}; write all")
     if value in (None, "all"):
         return left_out("every rank sees all GPUs of its host")
     return KeyEffect(fields={"launch.environment": {"CUDA_VISIBLE_DEVICES": value}}, copy_verbatim=True)
 
 
-def _several(given: DocumentValues) -> bool:
-    return given.get("main_process_ip") is not None and given.get("num_machines") not in (None, 1)
+def _several(document: DocumentValues) -> bool:
+    return document.get("main_process_ip") is not None and document.get("num_machines") not in (None, 1)
 
 
-def _endpoint(given: DocumentValues) -> KeyEffect:
+def _endpoint(document: DocumentValues) -> KeyEffect:
     """Where several hosts meet."""
-    host, port = given.get("main_process_ip"), given.get("main_process_port")
-    if not _several(given):
+    host, port = document.get("main_process_ip"), document.get("main_process_port")
+    if not _several(document):
         return left_out(_ONE_HOST)
     return KeyEffect(fields={"launch.endpoint": f"{text(host)}:{port or PORT}"}, copy_verbatim=True)
 
 
-def _rendezvous(value: Any, given: DocumentValues) -> KeyEffect:
+def _rendezvous(value: Any, document: DocumentValues) -> KeyEffect:
     """Accelerate hands it to torchrun, which takes these words."""
-    if value is None or given.get("num_machines") in (None, 1):
+    if value is None or document.get("num_machines") in (None, 1):
         return left_out(_ONE_HOST)
     return KeyEffect(
         fields={"launch.rendezvous": one_of(dict(zip(_BACKENDS, _BACKENDS, strict=True)))(value)}, copy_verbatim=True
     )
 
 
-def _port(value: Any, given: DocumentValues) -> KeyEffect:
-    if value is not None and (_several(given) or not is_placeholder(value)):
+def _port(value: Any, document: DocumentValues) -> KeyEffect:
+    if value is not None and (_several(document) or not is_placeholder(value)):
         integer(0, 65535)(value)
-    return _endpoint(given)
+    return _endpoint(document)
 
 
-def _fp16(value: Any, given: DocumentValues) -> KeyEffect:
+def _fp16(value: Any, document: DocumentValues) -> KeyEffect:
     # Its meaning, where it has one, is that of mixed_precision, which the reader adds.
-    if "mixed_precision" in given:
+    if "mixed_precision" in document:
         return KeyEffect(Fit.IGNORED, "mixed_precision counts instead")
     return KeyEffect(note="the old name of mixed_precision: fp16" if value else "is off")
 
 
-def _compiles(given: DocumentValues) -> bool:
-    return bool(given.get("distributed_type") != "DEEPSPEED")
+def _compiles(document: DocumentValues) -> bool:
+    return bool(document.get("distributed_type") != "DEEPSPEED")
 
 
-def _compile_backend(value: Any, given: DocumentValues) -> KeyEffect:
-    if not _compiles(given):
+def _compile_backend(value: Any, document: DocumentValues) -> KeyEffect:
+    if not _compiles(document):
         return left_out("Accelerate 1.15.0 does not pass this on to DeepSpeed: nothing is compiled")
     name = text(value).lower() if value is not False else "no"
     if name not in _DYNAMO:
@@ -144,27 +144,27 @@ def _compile_backend(value: Any, given: DocumentValues) -> KeyEffect:
         )
     if name == "no":
         return KeyEffect(fields={"compile.mode": "none"})
-    note = _tf32(given)
+    note = _tf32(document)
     return KeyEffect(
-        Fit.EQUIVALENT if note else Fit.EXACT, note, {"compile.mode": _mode(given), "compile.backend": name}
+        Fit.EQUIVALENT if note else Fit.EXACT, note, {"compile.mode": _mode(document), "compile.backend": name}
     )
 
 
-def _tf32(given: DocumentValues) -> str:
+def _tf32(document: DocumentValues) -> str:
     """Accelerate allows TF32 where it compiles and computes in fp32 (state.py, AcceleratorState)."""
-    computes = str(given.get("mixed_precision") or "no").lower() == "no" and not given.get("fp16")
+    computes = str(document.get("mixed_precision") or "no").lower() == "no" and not document.get("fp16")
     return "Accelerate allows TF32 then; set precision.matmul: tf32 for the same" if computes else ""
 
 
-def _mode(given: DocumentValues) -> str:
-    regional = given.get("dynamo_config.dynamo_use_regional_compilation")
+def _mode(document: DocumentValues) -> str:
+    regional = document.get("dynamo_config.dynamo_use_regional_compilation")
     return "per_block" if regional is not None and boolean(regional) else "full"
 
 
-def _compile_regional(value: Any, given: DocumentValues) -> KeyEffect:
+def _compile_regional(value: Any, document: DocumentValues) -> KeyEffect:
     wanted = boolean(value)
-    backend = given.get("dynamo_config.dynamo_backend")
-    if not _compiles(given) or backend is None or str(backend).lower() in ("no", "false"):
+    backend = document.get("dynamo_config.dynamo_backend")
+    if not _compiles(document) or backend is None or str(backend).lower() in ("no", "false"):
         return left_out("nothing is compiled")
     return KeyEffect(fields={"compile.mode": "per_block" if wanted else "full"})
 
@@ -173,7 +173,7 @@ def _parallel(name: str) -> Key:
     """A size above 1 is not supported. None is repeated: sizes are written where groups are, or nowhere."""
     why = f"{name} parallelism is not supported; train without it and set it to 1"
 
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         return KeyEffect(Fit.IGNORED, "is off") if integer(1)(value) == 1 else KeyEffect(Fit.UNSUPPORTED, why)
 
     return Key(read, "", Fit.UNSUPPORTED, why)
@@ -182,7 +182,7 @@ def _parallel(name: str) -> Key:
 def _dropped(why: str, convert: Callable[[Any], Any]) -> Key:
     """A key that is left out, if its value can be read at all."""
 
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         convert(value)
         return left_out(why)
 
@@ -232,7 +232,7 @@ KEYS: Mapping[str, Key] = {
         "backend, sharding.strategy",
         note=", ".join(f"{name}: {kind.effect}" for name, kind in KINDS.items()),
     ),
-    "mixed_precision": Key(lambda value, given: _checked_precision(value), "precision.compute"),
+    "mixed_precision": Key(lambda value, document: _checked_precision(value), "precision.compute"),
     "fp16": Key(_fp16, "precision"),
     "num_processes": Key(_count, "launch.processes_per_node", note=_RANKS),
     "num_machines": Key(_machines, "launch.nodes"),
@@ -244,7 +244,9 @@ KEYS: Mapping[str, Key] = {
     ),
     "rdzv_backend": Key(_rendezvous, "launch.rendezvous", note="with several machines"),
     "gpu_ids": Key(_gpus, "launch.environment", note="CUDA_VISIBLE_DEVICES"),
-    "main_process_ip": Key(lambda value, given: _endpoint(given), "launch.endpoint", note="with several machines"),
+    "main_process_ip": Key(
+        lambda value, document: _endpoint(document), "launch.endpoint", note="with several machines"
+    ),
     "main_process_port": Key(_port, "launch.endpoint", note="with several machines"),
     "debug": drops("Accelerate's own check of its collectives; see communication.desync_check"),
     **{

@@ -54,8 +54,12 @@ _DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def _processes(cfg: Config, topology: Topology) -> Native:
-    each = cfg.launch.processes_per_node
-    return {} if each is None else {"num_processes": each * cfg.launch.max_nodes, "num_machines": cfg.launch.max_nodes}
+    per_node = cfg.launch.processes_per_node
+    return (
+        {}
+        if per_node is None
+        else {"num_processes": per_node * cfg.launch.max_nodes, "num_machines": cfg.launch.max_nodes}
+    )
 
 
 def _endpoint(cfg: Config, topology: Topology) -> Native:

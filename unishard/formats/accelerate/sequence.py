@@ -61,19 +61,19 @@ def around(document: Mapping[str, Any], version: int) -> Mapping[str, Any]:
     """What other keys of a document say, for the rows here: the sizes of data parallelism and the version of FSDP."""
     block = document.get(BLOCK)
     sizes = block if isinstance(block, Mapping) else {}
-    found = {dotted(f"{axis}_size"): sizes[name_of(axis)] for axis in AXES[:2] if name_of(axis) in sizes}
-    return {**found, "fsdp_config.fsdp_version": version, _ENGINE: kind_of(document).engine}
+    axis_sizes = {dotted(f"{axis}_size"): sizes[name_of(axis)] for axis in AXES[:2] if name_of(axis) in sizes}
+    return {**axis_sizes, "fsdp_config.fsdp_version": version, _ENGINE: kind_of(document).engine}
 
 
 _ENGINE = "engine"
 
 
 def _size(axis: str) -> Key:
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         size = integer(1)(value)
         if size == 1:
             return KeyEffect(Fit.IGNORED, "is off")
-        if fault := _fault(axis, given):
+        if fault := _fault(axis, document):
             return KeyEffect(Fit.UNSUPPORTED, fault)
         fields = {"parallel.sequence.size": size, "parallel.sequence.method": _METHODS[axis]}
         return KeyEffect(Fit.APPROXIMATE, WEIGHED, fields)
@@ -81,15 +81,15 @@ def _size(axis: str) -> Key:
     return Key(read, _FIELDS, Fit.APPROXIMATE, WEIGHED)
 
 
-def _fault(axis: str, given: DocumentValues) -> str:
+def _fault(axis: str, document: DocumentValues) -> str:
     """Why Accelerate refuses this, or would train something else; empty if it does not."""
-    engine = ("fsdp", 2) if axis == "cp" else ("deepspeed", given.get("fsdp_config.fsdp_version"))
-    if (given.get(_ENGINE), given.get("fsdp_config.fsdp_version")) != engine:
+    engine = ("fsdp", 2) if axis == "cp" else ("deepspeed", document.get("fsdp_config.fsdp_version"))
+    if (document.get(_ENGINE), document.get("fsdp_config.fsdp_version")) != engine:
         return ALONE[axis]
-    sizes = {each: size_of(1 if (said := given.get(dotted(f"{each}_size"))) is None else said) for each in AXES}
+    sizes = {each: size_of(1 if (size := document.get(dotted(f"{each}_size"))) is None else size) for each in AXES}
     if sizes["cp"] > 1 and sizes["sp"] > 1:
         return f"{TOOL} has only one of context and sequence parallelism; set the other to 1"
-    ranks, total = given.topology.world_size if given.topology else 1, math.prod(sizes.values())
+    ranks, total = document.topology.world_size if document.topology else 1, math.prod(sizes.values())
     if ranks > 1 and total != ranks:
         return f"makes {total} ranks of the {ranks} that there are; all sizes must multiply to num_processes"
     return ""
@@ -98,25 +98,25 @@ def _fault(axis: str, given: DocumentValues) -> str:
 def _beside(axis: str, note: str, read: Read) -> Key:
     """A key that counts where its axis is on."""
 
-    def switched(value: Any, given: DocumentValues) -> KeyEffect:
-        said = given.get(dotted(f"{axis}_size"))
-        if said is None or size_of(said) == 1:
+    def switched(value: Any, document: DocumentValues) -> KeyEffect:
+        size = document.get(dotted(f"{axis}_size"))
+        if size is None or size_of(size) == 1:
             return KeyEffect(Fit.IGNORED, f"belongs to {_NAMES[axis]} parallelism")
-        return read(value, given)
+        return read(value, document)
 
     return Key(switched, "", Fit.IGNORED, note)
 
 
-def _passed_around(value: Any, given: DocumentValues) -> KeyEffect:
-    word = one_of({"allgather": "allgather", "alltoall": "alltoall"})(value)
-    if word == "allgather":
+def _passed_around(value: Any, document: DocumentValues) -> KeyEffect:
+    method = one_of({"allgather": "allgather", "alltoall": "alltoall"})(value)
+    if method == "allgather":
         return left_out("keys and values are gathered")
     return KeyEffect(Fit.EQUIVALENT, _GATHERED, copy_verbatim=True)
 
 
-def _only(word: str) -> Read:
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
-        one_of({word: word})(value)
+def _only(choice: str) -> Read:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
+        one_of({choice: choice})(value)
         return left_out("the only one that there is")
 
     return read
@@ -134,9 +134,9 @@ KEYS: Mapping[str, Key] = {
         "cp_comm_strategy": _beside("cp", _GATHERED, _passed_around),
         "sp_size": _size("sp"),
         "sp_backend": _beside("sp", "names the only backend", _only("deepspeed")),
-        "sp_seq_length": _beside("sp", _ANY_LENGTH, lambda value, given: left_out(_ANY_LENGTH)),
-        "sp_seq_length_is_variable": _beside("sp", _ANY_LENGTH, lambda value, given: left_out(_ANY_LENGTH)),
-        "sp_attn_implementation": _beside("sp", _OWN_KERNEL, lambda value, given: left_out(_OWN_KERNEL)),
+        "sp_seq_length": _beside("sp", _ANY_LENGTH, lambda value, document: left_out(_ANY_LENGTH)),
+        "sp_seq_length_is_variable": _beside("sp", _ANY_LENGTH, lambda value, document: left_out(_ANY_LENGTH)),
+        "sp_attn_implementation": _beside("sp", _OWN_KERNEL, lambda value, document: left_out(_OWN_KERNEL)),
     }.items()
 }
 """By dotted key."""

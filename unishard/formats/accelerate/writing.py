@@ -9,7 +9,7 @@ from unishard.config import Config
 from unishard.config.nested import Native, flat, merge
 from unishard.config.topology import Topology
 from unishard.contract.entries import Path
-from unishard.contract.render import AUTO, FieldResult, WrittenDocument, render
+from unishard.contract.render import AUTO, FieldResult, RenderedDocument, render
 from unishard.contract.rules import Fit, Rule
 from unishard.errors import ConfigError, Problem
 from unishard.formats.accelerate.deepspeed import FILE, NAMES, NO_FILE, opened
@@ -41,14 +41,14 @@ def _of_deepspeed(source: Source) -> tuple[Mapping[str, Any], Path | None]:
             document = None
         return ({}, None) if document is None else ({"deepspeed": document}, FILE)
     # Accelerate itself builds this one; what it leaves open is filled in.
-    word = precision_of(source.data)
+    dtype = precision_of(source.data)
     return {
         "deepspeed": {
             "zero_optimization": {"stage": block.get("zero_stage", 2)},
             "train_micro_batch_size_per_gpu": AUTO,
             "gradient_accumulation_steps": block.get("gradient_accumulation_steps", AUTO),
             NAMES["gradient_clipping"]: AUTO,
-            **({word: {"enabled": True}} if word in ("bf16", "fp16") else {}),
+            **({dtype: {"enabled": True}} if dtype in ("bf16", "fp16") else {}),
         }
     }, None
 
@@ -71,7 +71,7 @@ _NO_SHARDS = (
 _NO_GROUPS = "{} ranks make no groups of {}; add --world-size and --gpus-per-node"
 
 
-def expressed(reading: ReadDocument, topology: Topology) -> WrittenDocument:
+def expressed(reading: ReadDocument, topology: Topology) -> RenderedDocument:
     """The file, and what became of each field. What the source leaves to its training script stays with it.
 
     Raises:
@@ -89,14 +89,16 @@ def expressed(reading: ReadDocument, topology: Topology) -> WrittenDocument:
     table = {
         path: row._replace(auto=row.auto and path not in left - open_) for path, row in TABLES[config.backend].items()
     }
-    said = render(table, config, topology, left | frozenset(reading.undecided))
+    rendered = render(table, config, topology, left | frozenset(reading.undecided))
     words = {
-        **said.fields,
+        **rendered.fields,
         **_native_words(config),
-        **_group_words(reading, topology, said.fields["sharding.strategy"]),
-        **_sharing_words(reading, topology, said.fields["parallel.sequence.size"]),
+        **_group_words(reading, topology, rendered.fields["sharding.strategy"]),
+        **_sharing_words(reading, topology, rendered.fields["parallel.sequence.size"]),
     }
-    return WrittenDocument(merge(said.document, merge(_ranks(reading, topology), _starts(config, topology))), words)
+    return RenderedDocument(
+        merge(rendered.document, merge(_ranks(reading, topology), _starts(config, topology))), words
+    )
 
 
 def _ranks(reading: ReadDocument, topology: Topology) -> Native:
@@ -124,12 +126,12 @@ def _native_words(config: Config) -> Mapping[str, FieldResult]:
     }
 
 
-def _group_words(reading: ReadDocument, topology: Topology, word: FieldResult) -> Mapping[str, FieldResult]:
+def _group_words(reading: ReadDocument, topology: Topology, strategy_result: FieldResult) -> Mapping[str, FieldResult]:
     """What became of groups of ranks that cannot be written."""
     sharding = reading.config.sharding
     group = sharding.group_size or topology.local_world_size
     even = topology.world_size % group == 0 and (topology.world_size > 1 or reading.topology is not None)
-    if not sharding.hybrid or even or word.fit is Fit.UNSUPPORTED:
+    if not sharding.hybrid or even or strategy_result.fit is Fit.UNSUPPORTED:
         return {}
     return {
         "sharding.strategy": FieldResult(
@@ -138,16 +140,16 @@ def _group_words(reading: ReadDocument, topology: Topology, word: FieldResult) -
     }
 
 
-def _sharing_words(reading: ReadDocument, topology: Topology, word: FieldResult) -> Mapping[str, FieldResult]:
+def _sharing_words(reading: ReadDocument, topology: Topology, size_result: FieldResult) -> Mapping[str, FieldResult]:
     """What became of ranks that share samples where their groups cannot be written."""
     size, sharding, world = reading.config.parallel.sequence.size, reading.config.sharding, topology.world_size
-    if size == 1 or word.fit is Fit.UNSUPPORTED:
+    if size == 1 or size_result.fit is Fit.UNSUPPORTED:
         return {}
     group = (sharding.group_size or topology.local_world_size) if sharding.hybrid else world
     why = "" if world % size == 0 else _NO_GROUPS.format(world, size)
     if sharding.hybrid and (group % size or group == size):
         why = _NO_SHARDS.format(group, size)
-    return {"parallel.sequence.size": FieldResult(Fit.UNSUPPORTED, word.key, why)} if why else {}
+    return {"parallel.sequence.size": FieldResult(Fit.UNSUPPORTED, size_result.key, why)} if why else {}
 
 
 def text_of(document: Native) -> str:

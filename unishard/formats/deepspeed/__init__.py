@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from unishard.formats.format import Deferred
-from unishard.formats.signs import Signs, weighted
+from unishard.formats.markers import Markers, weighted
 
 __all__ = ["FORMAT"]
 
-_SIGNS = weighted(
+_MARKERS = weighted(
     {
         3: (
             "zero_optimization train_micro_batch_size_per_gpu train_batch_size zero_allow_untested_optimizer "
@@ -21,4 +21,4 @@ _SIGNS = weighted(
     }
 )
 
-FORMAT = Deferred("deepspeed", Signs(_SIGNS))
+FORMAT = Deferred("deepspeed", Markers(_MARKERS))

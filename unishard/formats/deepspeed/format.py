@@ -9,7 +9,7 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.entries import Entry, KeyEffect, Path, Undecided
-from unishard.contract.render import WrittenDocument, render
+from unishard.contract.render import RenderedDocument, render
 from unishard.formats.documents import json_text
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument, assemble
@@ -43,17 +43,17 @@ class DeepSpeedFormat(Format):
         """It is the argument `deepspeed`."""
         return {"deepspeed": source.data}, ()
 
-    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
+    def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """The JSON; what is undecided and a script may pass to DeepSpeed, its optimizer and scheduler, is left to the
         script.
         """
-        said = registry.arguments("deepspeed").rules
-        rows = {path: row for path, row in said.items() if not _is_left_to_script(path, reading)}
+        rules = registry.arguments("deepspeed").rules
+        rows = {path: row for path, row in rules.items() if not _is_left_to_script(path, reading)}
         undecided = reading.undecided.keys() | (set(_BY_SCRIPT) - reading.decided)
         document, words = render(rows, reading.config, topology, undecided)
         if "type" not in document.get("optimizer", {"type": ""}):
             document.pop("optimizer")
-        return WrittenDocument(without_unishards(document, reading), words)
+        return RenderedDocument(without_unishards(document, reading), words)
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """JSON, indented."""
@@ -66,12 +66,12 @@ FORMAT = DeepSpeedFormat()
 def _completed(overrides: tuple[str, ...], entries: Iterable[Entry]) -> tuple[str, ...]:
     """The overrides, and the dtype of reductions where one of them decides that of compute."""
     chosen = [text.removeprefix(_FOLLOWS[0]) for text in overrides if text.startswith(_FOLLOWS[0])]
-    said = [
+    factors = [
         (entry.assumed, entry.effect.fields["precision.reduce"])
         for entry in entries
         if "precision.reduce" in entry.effect.fields
     ]
-    open_ = all(assumed or isinstance(value, Undecided) for assumed, value in said) and bool(said)
+    open_ = all(assumed or isinstance(value, Undecided) for assumed, value in factors) and bool(factors)
     stated = any(text.startswith(_FOLLOWS[1]) for text in overrides)
     return (*overrides, f"{_FOLLOWS[1]}{chosen[-1]}") if chosen and open_ and not stated else overrides
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from unishard.formats.format import Deferred
 from unishard.formats.hf.dialects import ARGUMENTS, SURE
-from unishard.formats.signs import Signs, weighted
+from unishard.formats.markers import Markers, weighted
 
 __all__ = ["FORMAT"]
 
 # A file that `fsdp_config` names holds only its keys.
-_SIGNS = weighted(
+_MARKERS = weighted(
     {
         5: "per_device_train_batch_size",
         3: "per_device_eval_batch_size",
@@ -24,4 +24,4 @@ _SIGNS = weighted(
     }
 ) | {f"{name}.{SURE}": 9 for name in ARGUMENTS}
 
-FORMAT = Deferred("hf", Signs(_SIGNS))
+FORMAT = Deferred("hf", Markers(_MARKERS))

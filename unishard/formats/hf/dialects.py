@@ -51,17 +51,17 @@ LOADED = drops("the dtype in which the training script loads the model")
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
 
 
-def _dtype(value: Any, given: DocumentValues) -> KeyEffect:
+def _dtype(value: Any, document: DocumentValues) -> KeyEffect:
     """`torch_dtype`, in which the model computes where bf16 and fp16 are absent."""
-    word = str(value).removeprefix("torch.").lower()
-    if word not in _DTYPES or "bf16" in given or "fp16" in given:
+    dtype = str(value).removeprefix("torch.").lower()
+    if dtype not in _DTYPES or "bf16" in document or "fp16" in document:
         return left_out("the dtype in which the training script loads the model")
-    effect = compute(_DTYPES[word]).read(True, given)
+    effect = compute(_DTYPES[dtype]).read(True, document)
     note = "without bf16 and fp16 the model computes in the dtype in which the script loads it"
     return KeyEffect(worst(Fit.EQUIVALENT, effect.fit), note, effect.fields, copy_verbatim=True)
 
 
-def _pure(value: Any, given: DocumentValues) -> KeyEffect:
+def _pure(value: Any, document: DocumentValues) -> KeyEffect:
     if not boolean(value):
         return left_out("is off")
     return KeyEffect(
@@ -69,7 +69,7 @@ def _pure(value: Any, given: DocumentValues) -> KeyEffect:
     )
 
 
-def _recomputes(value: Any, given: DocumentValues) -> KeyEffect:
+def _recomputes(value: Any, document: DocumentValues) -> KeyEffect:
     """LLaMA-Factory checkpoints every layer unless this is true."""
     return KeyEffect(fields={"activation_checkpointing": "none" if boolean(value) else "full"}, copy_verbatim=True)
 
@@ -77,12 +77,12 @@ def _recomputes(value: Any, given: DocumentValues) -> KeyEffect:
 _ON_DISK = "activations lie in host memory, not in files: the same losses"
 
 
-def _offloads(value: Any, given: DocumentValues) -> KeyEffect:
+def _offloads(value: Any, document: DocumentValues) -> KeyEffect:
     """TRL's switch; Axolotl also has words for it."""
-    word = str(value).lower()
-    if word == "disk":
+    choice = str(value).lower()
+    if choice == "disk":
         return KeyEffect(Fit.EQUIVALENT, _ON_DISK, {"offload.activations": "cpu"}, copy_verbatim=True)
-    on = word == "legacy" or boolean(value if value is not None else False)
+    on = choice == "legacy" or boolean(value if value is not None else False)
     return KeyEffect(fields={"offload.activations": "cpu" if on else "none"}, copy_verbatim=True)
 
 
@@ -97,18 +97,18 @@ _MODES = {"zigzag-ring": "allgather", "ulysses": "ulysses"}
 _PASSED = "keys and values are gathered at once, not passed from rank to rank: the same math, other traffic"
 
 
-def _shared(value: Any, given: DocumentValues) -> KeyEffect:
+def _shared(value: Any, document: DocumentValues) -> KeyEffect:
     """360-LLaMA-Factory's key: its own attention, and the loss of all tokens."""
     if off(value) or integer(1)(value) == 1:
         return left_out("is off")
-    mode = one_of(_MODES)(given.get(MODE) or "zigzag-ring")
+    mode = one_of(_MODES)(document.get(MODE) or "zigzag-ring")
     fields = {"parallel.sequence.size": integer(1)(value), "parallel.sequence.method": mode}
     return KeyEffect(Fit.EXACT, "", fields, copy_verbatim=True)
 
 
-def _mode(value: Any, given: DocumentValues) -> KeyEffect:
+def _mode(value: Any, document: DocumentValues) -> KeyEffect:
     method = one_of(_MODES)(value)
-    if off(given.get(SHARING)) or given.get(SHARING) in (1, "1"):
+    if off(document.get(SHARING)) or document.get(SHARING) in (1, "1"):
         return left_out(f"only used with {SHARING}")
     return KeyEffect(Fit.EXACT if method == "ulysses" else Fit.EQUIVALENT, _PASSED, copy_verbatim=True)
 
@@ -145,8 +145,8 @@ def bare(data: Mapping[str, Any], own: Iterable[str]) -> bool:
 
 def section_in(data: Mapping[str, Any]) -> str | None:
     """The section of a script's own file that holds TrainingArguments; None where they stand at the top, or nowhere."""
-    found = [name for name in ARGUMENTS if isinstance(data.get(name), Mapping) and SURE in data[name]]
-    return found[0] if len(found) == 1 and SURE not in data else None
+    sections = [name for name in ARGUMENTS if isinstance(data.get(name), Mapping) and SURE in data[name]]
+    return sections[0] if len(sections) == 1 and SURE not in data else None
 
 
 def wrapped(data: Mapping[str, Any]) -> bool:

@@ -11,20 +11,20 @@ from unishard.config.describe import shown
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.entries import NOTHING, Entry, Key, KeyEffect, Undecided, interpret
-from unishard.contract.render import WrittenDocument
+from unishard.contract.render import RenderedDocument
 from unishard.contract.rules import Fit, Rule
 from unishard.formats.format import Format
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, sure, with_script_defaults, wrapped
 from unishard.formats.hf.keys import ENGINES, KEYS, RENAMED
 from unishard.formats.hf.loop import DEEPSPEED, FSDP
-from unishard.formats.hf.rules import RULES, written
+from unishard.formats.hf.rules import RULES, render_arguments
 from unishard.formats.hf.scheduling import length
 from unishard.formats.hf.sharding import BOTH, FIRST, known, replicated, sharded
 from unishard.formats.hf.zero import filled_from, partitioned, with_precedence
+from unishard.formats.markers import Coverage
 from unishard.formats.names import names
 from unishard.formats.reading import ReadDocument
-from unishard.formats.signs import Explained
 from unishard.formats.source import Source
 
 _OWN_IN_FP32 = ("precision.matmul", "scheduler.name")
@@ -43,9 +43,9 @@ class HfFormat(Format):
     yaml_1_1 = True
     fills_auto = True
 
-    def explained(self, source: Source) -> Explained:
+    def coverage(self, source: Source) -> Coverage:
         """How many of the keys are arguments; all count where a script's own file surely has some."""
-        return Explained(1.0) if sure(source.data, KEYS) else super().explained(source)
+        return Coverage(1.0) if sure(source.data, KEYS) else super().coverage(source)
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What the arguments say, those of the engine that they choose, and what Trainer assumes."""
@@ -59,8 +59,8 @@ class HfFormat(Format):
         engine = source.data.get(DEEPSPEED)
         if isinstance(engine, Mapping):
             on = Entry((DEEPSPEED,), True, KeyEffect(fields={"backend": "deepspeed"}))
-            said = [Entry((DEEPSPEED, *key.split(".")), value, KeyEffect()) for key, value in flat(engine)]
-            beside = [entry for entry in with_precedence([*beside, on, *said]) if entry.path[0] != DEEPSPEED]
+            engine_entries = [Entry((DEEPSPEED, *key.split(".")), value, KeyEffect()) for key, value in flat(engine)]
+            beside = [entry for entry in with_precedence([*beside, on, *engine_entries]) if entry.path[0] != DEEPSPEED]
         shaped = any("scheduler.name" in entry.effect.fields for entry in beside)
         return [_of_any_script(entry, shaped=shaped) for entry in beside]
 
@@ -73,12 +73,12 @@ class HfFormat(Format):
         """The arguments that take the place of `"auto"` at a key of DeepSpeed's config."""
         return filled_from(key)
 
-    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
+    def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """Arguments that `transformers.TrainingArguments(**...)` takes; the engine's stand in `fsdp_config` or
         `deepspeed`.
         """
         own = _OWN_DEFAULTS if reading.config.precision.compute != "fp32" else _OWN_IN_FP32
-        return written(reading.deciding(own), topology, self.name)
+        return render_arguments(reading.deciding(own), topology, self.name)
 
 
 FORMAT = HfFormat()
@@ -105,8 +105,8 @@ def _is_bare(source: Source) -> bool:
 
 def _bare(source: Source, topology: Topology | None) -> list[Entry]:
     """A file that `fsdp_config` names. Written again, its keys stand in `fsdp_config`."""
-    found = sharded(True, source.data, source, topology, where=(), implied=True)
-    return [*(entry._replace(effect=entry.effect._replace(copy_verbatim=False)) for entry in found), _OPEN_DTYPE]
+    entries = sharded(True, source.data, source, topology, where=(), implied=True)
+    return [*(entry._replace(effect=entry.effect._replace(copy_verbatim=False)) for entry in entries), _OPEN_DTYPE]
 
 
 _SWITCHES_OF_DTYPE = "bf16 and fp16 of the TrainingArguments"
@@ -129,14 +129,14 @@ def _section_entries(source: Source, topology: Topology | None) -> list[Entry]:
     if name is None:
         return _entries(source, topology)
     engine = _engine_beside(source.data, name)
-    found = _entries(source._replace(data={**source.data[name], **engine}), topology, section=True)
+    entries = _entries(source._replace(data={**source.data[name], **engine}), topology, section=True)
     # Written in its own format again, the arguments stand at the top.
     inner = [
         entry._replace(
             path=entry.path if entry.path[0] in engine else (name, *entry.path),
             effect=entry.effect._replace(copy_verbatim=entry.goes_through and entry.effect.fit is Fit.UNSUPPORTED),
         )
-        for entry in found
+        for entry in entries
     ]
     beside = ((str(key), value) for key, value in source.data.items() if key not in (name, *engine))
     return [*inner, *(Entry((key,), value, _beside(value)) for key, value in beside)]
@@ -144,8 +144,8 @@ def _section_entries(source: Source, topology: Topology | None) -> list[Entry]:
 
 def _beside(value: Any) -> KeyEffect:
     """What a part of the file says that only the script reads; it may choose how the model is sharded."""
-    said = flat(value) if isinstance(value, Mapping) else ()
-    if not any(key.rpartition(".")[2] in _CHOICES and _ENGINE.search(str(item)) for key, item in said):
+    leaves = flat(value) if isinstance(value, Mapping) else ()
+    if not any(key.rpartition(".")[2] in _CHOICES and _ENGINE.search(str(item)) for key, item in leaves):
         return _BESIDE
     note = "the script chooses here how it shards; add --set backend=... --set sharding.strategy=..."
     return KeyEffect(Fit.NEEDS_INPUT, note, {"sharding.strategy": Undecided("the training script")})
@@ -233,8 +233,8 @@ _SWITCHES = {"gradient_checkpointing": ("activation_checkpointing", "none"), "bf
 def _said_off(name: str, reading: ReadDocument) -> bool:
     """Whether the source says that an argument which is not written is off, or FSDP's own switch does it."""
     field, off = _SWITCHES[name]
-    said = field in reading.decided and field not in reading.undecided
-    return said and (field == "activation_checkpointing" or bool(value_at(reading.config, field) == off))
+    decided = field in reading.decided and field not in reading.undecided
+    return decided and (field == "activation_checkpointing" or bool(value_at(reading.config, field) == off))
 
 
 def _silently_off(name: str, reading: ReadDocument) -> bool:
@@ -261,16 +261,16 @@ class ScriptFormat(HfFormat):
         """What the arguments say, and what the script and Trainer assume."""
         return entries_of(source, topology, own=self.own, silent=self.silent(source.data))
 
-    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
+    def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """The arguments that train; a file also needs those about the model and the data."""
-        said = super().write(reading, topology)
-        document = {_NAMES.get(key, key): value for key, value in said.document.items()}
+        rendered = super().write(reading, topology)
+        document = {_NAMES.get(key, key): value for key, value in rendered.document.items()}
         silent = [name for name in self.switched_on if name not in document]
         document |= {name: False for name in silent if _said_off(name, reading)}
         if is_whole(document):
             document |= {name: False for name in silent if _silently_off(name, reading)}
-        words = {path: word._replace(key=_renamed(word.key)) for path, word in said.fields.items()}
-        return WrittenDocument(document, words)
+        words = {path: word._replace(key=_renamed(word.key)) for path, word in rendered.fields.items()}
+        return RenderedDocument(document, words)
 
 
 def _renamed(words: str) -> str:

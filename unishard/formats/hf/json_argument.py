@@ -14,8 +14,8 @@ def opened(text: str, source: Source) -> Mapping[str, Any] | str:
     """What JSON in a text says, or the file of this name holds; or what is wrong with it."""
     try:
         if text.strip().startswith("{"):
-            found: Mapping[str, Any] = json.loads(text)
-            return found if isinstance(found, dict) else "is no mapping; write {...}, or name a file"
+            parsed: Mapping[str, Any] = json.loads(text)
+            return parsed if isinstance(parsed, dict) else "is no mapping; write {...}, or name a file"
         named = open_named(text, source.folder)
     except ConfigError as error:
         return str(error)

@@ -8,7 +8,7 @@ from typing import Any
 from unishard.config import value_at
 from unishard.contract.entries import Entry, Undecided, Unreadable
 from unishard.contract.key_rows import number
-from unishard.contract.render import FieldResult, WrittenDocument
+from unishard.contract.render import FieldResult, RenderedDocument
 from unishard.contract.rules import Fit
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.dialects import section_in
@@ -28,15 +28,15 @@ _BY_FSDP = "activation_checkpointing"
 """Said in `fsdp_config` where FSDP is on."""
 
 
-def with_arguments(said: WrittenDocument, reading: ReadDocument, to: str) -> WrittenDocument:
+def with_arguments(rendered: RenderedDocument, reading: ReadDocument, to: str) -> RenderedDocument:
     """A document under transformers' names, with the source's arguments that hold as they stand.
 
     Args:
-        said: The document so far.
+        rendered: The document so far.
         reading: The source.
         to: The format.
     """
-    document, words = dict(said.document), dict(said.fields)
+    document, words = dict(rendered.document), dict(rendered.fields)
     for name, entry in _arguments(reading):
         value = _as_number(entry.value) if entry.effect.fields else entry.value
         refused = entry.effect.rejected_upstream and value is entry.value
@@ -44,24 +44,24 @@ def with_arguments(said: WrittenDocument, reading: ReadDocument, to: str) -> Wri
             continue
         if _holds(name, entry, reading, document):
             words[entry.as_it_is] = FieldResult(Fit.EXACT, name, "")
-            if not isinstance(said.document.get(name), int | float):
+            if not isinstance(rendered.document.get(name), int | float):
                 document[name] = value
     if reading.format in _TRAINERS:
         _add_length(document, words, reading, to)
-    return WrittenDocument(document, words)
+    return RenderedDocument(document, words)
 
 
 def _arguments(reading: ReadDocument) -> Iterator[tuple[str, Entry]]:
     """Each argument that is written, by transformers' name, those under an older name last."""
     section = section_in(reading.source.data) if reading.format == "hf" else None
-    found = [
+    pairs = [
         (RENAMED.get(entry.path[-1], entry.path[-1]), entry)
         for entry in reading.entries
         if not entry.assumed
         and entry.path[-1] not in (_LAUNCHERS if entry.supplied else ())
         and (entry.supplied or (reading.format in _TRAINERS and entry.path[:-1] == ((section,) if section else ())))
     ]
-    yield from sorted(found, key=lambda pair: pair[1].path[-1] in RENAMED)
+    yield from sorted(pairs, key=lambda pair: pair[1].path[-1] in RENAMED)
 
 
 def _holds(name: str, entry: Entry, reading: ReadDocument, document: Mapping[str, Any]) -> bool:

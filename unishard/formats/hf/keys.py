@@ -22,16 +22,16 @@ _FILES = "affects only checkpoints"
 _DATA = "concerns the DataLoader, which the training script builds"
 
 
-def _prefetched(value: Any, given: DocumentValues) -> KeyEffect:
-    if value is not None and not given.get("dataloader_num_workers"):
+def _prefetched(value: Any, document: DocumentValues) -> KeyEffect:
+    if value is not None and not document.get("dataloader_num_workers"):
         raise Unreadable(f"must be null without dataloader_num_workers, got {shown(value)}; remove it")
     return left_out(_DATA)
 
 
-def _best(value: Any, given: DocumentValues) -> KeyEffect:
+def _best(value: Any, document: DocumentValues) -> KeyEffect:
     evaluated, saved = (
-        given.get("eval_strategy") or given.get("evaluation_strategy") or "no",
-        given.get("save_strategy") or "steps",
+        document.get("eval_strategy") or document.get("evaluation_strategy") or "no",
+        document.get("save_strategy") or "steps",
     )
     if value and saved not in ("best", evaluated):
         strategies = f"eval_strategy ({evaluated}) and save_strategy ({saved})"
@@ -53,21 +53,21 @@ ENGINES = ("fsdp", "fsdp_config", "deepspeed")
 
 
 def _engine(name: str) -> Key:
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         return KeyEffect(Fit.IGNORED, "is off") if off(value) else KeyEffect(fields={"backend": name})
 
     return Key(read, "backend", note=f"its keys are those of {name}")
 
 
-def _classes(value: Any, given: DocumentValues) -> KeyEffect:
+def _classes(value: Any, document: DocumentValues) -> KeyEffect:
     """Once an argument beside `fsdp`."""
-    if off(value) or off(given.get("fsdp")):
+    if off(value) or off(document.get("fsdp")):
         return left_out("only used when fsdp is enabled")
     return KeyEffect(Fit.EXACT, "transformers 5 reads it in fsdp_config", {"sharding.units": listed(value)})
 
 
-def _least(value: Any, given: DocumentValues) -> KeyEffect:
-    if off(value) or off(given.get("fsdp")):
+def _least(value: Any, document: DocumentValues) -> KeyEffect:
+    if off(value) or off(document.get("fsdp")):
         return left_out("is off")
     note = "transformers 5 reads it in fsdp_config, for SIZE_BASED_WRAP; write it there"
     return KeyEffect(Fit.UNSUPPORTED, note)
@@ -90,8 +90,8 @@ OLDER = {*_OLDER, *RENAMED, "adafactor", "fsdp_min_num_params", "fsdp_transforme
 def _trainers(row: Key) -> Key:
     """The row of an argument, which Trainer takes also where unishard has nothing like it."""
 
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
-        effect = row.read(value, given)
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
+        effect = row.read(value, document)
         return effect._replace(copy_verbatim=True) if effect.fit is Fit.UNSUPPORTED else effect
 
     return row._replace(read=read)

@@ -42,7 +42,7 @@ def off(value: Any) -> bool:
     return value in (None, False, "", 0, [], {}) or str(value).lower() in ("false", "no", "none")
 
 
-def _clipping(value: Any, given: DocumentValues) -> KeyEffect:
+def _clipping(value: Any, document: DocumentValues) -> KeyEffect:
     """The largest norm; 0 for none."""
     norm = number(0)(0 if value is None else value)
     return KeyEffect(fields={"training.gradient_clipping": norm or None})
@@ -51,15 +51,15 @@ def _clipping(value: Any, given: DocumentValues) -> KeyEffect:
 def compute(dtype: str) -> Key:
     """The argument that switches mixed precision on."""
 
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         if not boolean(value if value is not None else False):
             return left_out("is off")
         fields: dict[str, Any] = {"precision.compute": dtype}
-        if given.get("deepspeed"):
+        if document.get("deepspeed"):
             return KeyEffect(fields=fields)
-        if given.get("fsdp"):
+        if document.get("fsdp"):
             # FullyShardedDataParallelPlugin.set_mixed_precision, accelerate 1.15.0
-            config = given.get("fsdp_config")
+            config = document.get("fsdp_config")
             first = isinstance(config, Mapping) and str(config.get("version", config.get("fsdp_version"))) == "1"
             fit, note = (Fit.APPROXIMATE, _AUTOCAST) if first else (Fit.EXACT, "")
             return KeyEffect(fit, note, {**fields, "precision.reduce": dtype})
@@ -69,20 +69,20 @@ def compute(dtype: str) -> Key:
     return Key(read, "precision.compute, precision.reduce")
 
 
-def _checkpointing(value: Any, given: DocumentValues) -> KeyEffect:
+def _checkpointing(value: Any, document: DocumentValues) -> KeyEffect:
     """Whether the model's blocks run again in backward."""
     if not boolean(value if value is not None else False):
         return left_out("is off")
     return KeyEffect(fields={"activation_checkpointing": "full"})
 
 
-def _checkpointing_arguments(value: Any, given: DocumentValues) -> KeyEffect:
+def _checkpointing_arguments(value: Any, document: DocumentValues) -> KeyEffect:
     if off(value):
         return left_out("is empty")
     if not isinstance(value, Mapping):
         raise Unreadable(f"must be a mapping, got {shown(value)}; write {{use_reentrant: false}}")
     every = integer(1)(value.get("every_n_layers", 1))
-    recomputed = any(not off(given.get(name)) for name in ("activation_checkpointing", "gradient_checkpointing"))
+    recomputed = any(not off(document.get(name)) for name in ("activation_checkpointing", "gradient_checkpointing"))
     fields = {"offload.activations": "cpu"} if recomputed and boolean(value.get("offload", False)) else {}
     if every > 1:
         note = f"recomputes every block, not every {every}th: the same losses, less memory, more time"
@@ -90,14 +90,14 @@ def _checkpointing_arguments(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(fields=fields) if fields else left_out(_KWARGS)
 
 
-def _compiled(value: Any, given: DocumentValues) -> KeyEffect:
+def _compiled(value: Any, document: DocumentValues) -> KeyEffect:
     if off(value):
         return left_out("is off")
     boolean(value)
     return KeyEffect(fields={"compile.mode": "full"})
 
 
-def _compiler(value: Any, given: DocumentValues) -> KeyEffect:
+def _compiler(value: Any, document: DocumentValues) -> KeyEffect:
     if value is None:
         return left_out("is off")
     return KeyEffect(fields={"compile.mode": "full", "compile.backend": text(value)})
@@ -113,24 +113,24 @@ def _matmul(value: Any) -> KeyEffect:
     return KeyEffect(Fit.EQUIVALENT, _CONVOLUTIONS, {"precision.matmul": "fp32"})
 
 
-def _tf32(value: Any, given: DocumentValues) -> KeyEffect:
+def _tf32(value: Any, document: DocumentValues) -> KeyEffect:
     """`tf32`; without it, Trainer switches TF32 on where it compiles, unless in fp16 (training_args.py, 9. TF32)."""
     if value is not None:
         return _matmul(value)
-    compiles = any(not off(given.get(f"torch_compile{argument}")) for argument in ("", "_backend", "_mode"))
-    if compiles and (off(given.get("fp16")) or not off(given.get("bf16"))):
+    compiles = any(not off(document.get(f"torch_compile{argument}")) for argument in ("", "_backend", "_mode"))
+    if compiles and (off(document.get("fp16")) or not off(document.get("bf16"))):
         return KeyEffect(Fit.EXACT, "Trainer switches TF32 on where it compiles", {"precision.matmul": "tf32"})
     return left_out("is not set")
 
 
-def _compile_mode(value: Any, given: DocumentValues) -> KeyEffect:
+def _compile_mode(value: Any, document: DocumentValues) -> KeyEffect:
     if value is None:
         return left_out("is off")
     note = f"mode {text(value)} affects only time and memory; compiled in the default mode"
     return KeyEffect(Fit.EQUIVALENT, note, {"compile.mode": "full"})
 
 
-def _accelerator(value: Any, given: DocumentValues) -> KeyEffect:
+def _accelerator(value: Any, document: DocumentValues) -> KeyEffect:
     if off(value):
         return left_out("is empty")
     if isinstance(value, Mapping) and not off(value.get("split_batches")):
@@ -139,19 +139,19 @@ def _accelerator(value: Any, given: DocumentValues) -> KeyEffect:
     return left_out("affects only how Accelerate loads data")
 
 
-def _tokens(value: Any, given: DocumentValues) -> KeyEffect:
+def _tokens(value: Any, document: DocumentValues) -> KeyEffect:
     if not boolean(value):
         return left_out("is off: each rank averages over its own tokens")
     note = "Trainer averages over all ranks' tokens; call engine.backward(loss_sum, num_items=tokens)"
     return KeyEffect(Fit.NEEDS_INPUT, note, copy_verbatim=True)
 
 
-def _buffers(value: Any, given: DocumentValues) -> KeyEffect:
+def _buffers(value: Any, document: DocumentValues) -> KeyEffect:
     if value is None:
         return left_out("is not set")
-    if any(not off(given.get(engine)) for engine in ("fsdp", "fsdp_config", "deepspeed")):
+    if any(not off(document.get(engine)) for engine in ("fsdp", "fsdp_config", "deepspeed")):
         return left_out("only used with DistributedDataParallel")
-    return broadcast_buffers(value, given)
+    return broadcast_buffers(value, document)
 
 
 LOOP: Mapping[str, Key] = {

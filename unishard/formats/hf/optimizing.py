@@ -67,18 +67,18 @@ def _optimizer(value: Any) -> KeyEffect:
     """
     name = str(getattr(value, "value", value)).strip().lower()
     if name in _NAMES:
-        found, fit, note = _NAMES[name]
-        return KeyEffect(fit, note, {"optimizer.name": found}, rejected_upstream=name in _REMOVED)
+        optimizer, fit, note = _NAMES[name]
+        return KeyEffect(fit, note, {"optimizer.name": optimizer}, rejected_upstream=name in _REMOVED)
     if name in _OTHERS:
         why = f"{name} is not supported; build the optimizer in the training script"
         return KeyEffect(Fit.UNSUPPORTED, why)
     raise Unreadable(f"must be an optimizer of transformers, got {shown(value)}; write adamw_torch or sgd")
 
 
-def _name_of(given: DocumentValues) -> str:
+def _name_of(document: DocumentValues) -> str:
     """Unishard's name of the optimizer that a document names; empty for one that it has not."""
     try:
-        effect = _optimizer(given.get("optim") or "adamw_torch")
+        effect = _optimizer(document.get("optim") or "adamw_torch")
     except Unreadable:
         return ""
     return str(effect.fields.get("optimizer.name", ""))
@@ -88,21 +88,21 @@ def _fields_of_optimizer() -> Mapping[str, Key]:
     """The rows whose meaning depends on the optimizer."""
 
     def belongs(field: str, names: tuple[str, ...], convert: Any) -> Any:
-        def read(value: Any, given: DocumentValues) -> KeyEffect:
-            name = _name_of(given)
+        def read(value: Any, document: DocumentValues) -> KeyEffect:
+            name = _name_of(document)
             if name in names:
                 return KeyEffect(fields={field: convert(value)})
             convert(value)
-            return left_out(f"{name or given.get('optim')} has no such setting")
+            return left_out(f"{name or document.get('optim')} has no such setting")
 
         return read
 
-    def beta(other: str, first: bool) -> Any:
-        def read(value: Any, given: DocumentValues) -> KeyEffect:
-            name = _name_of(given)
-            this, that = number(0, 1)(value), number(0, 1)(_or(given.get(other), 0.999 if first else 0.9))
+    def beta(other_key: str, first: bool) -> Any:
+        def read(value: Any, document: DocumentValues) -> KeyEffect:
+            name = _name_of(document)
+            this, that = number(0, 1)(value), number(0, 1)(_or(document.get(other_key), 0.999 if first else 0.9))
             if name not in (*ADAM, "lion"):
-                return left_out(f"{name or given.get('optim')} has no such setting")
+                return left_out(f"{name or document.get('optim')} has no such setting")
             return KeyEffect(fields={"optimizer.betas": (this, that) if first else (that, this)})
 
         return read
@@ -118,12 +118,12 @@ def _or(value: Any, otherwise: float) -> Any:
     return otherwise if value is None else value
 
 
-def _arguments(value: Any, given: DocumentValues) -> KeyEffect:
+def _arguments(value: Any, document: DocumentValues) -> KeyEffect:
     """`optim_args`: text such as `momentum=0.9, nesterov=true`."""
     if value in (None, "", {}):
         return left_out("is empty")
     pairs = dict(_pairs(value))
-    known = _ARGUMENTS.get(_name_of(given), {})
+    known = _ARGUMENTS.get(_name_of(document), {})
     strange = [key for key in pairs if key not in known]
     if strange:
         return KeyEffect(
@@ -149,7 +149,7 @@ _ARGUMENTS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
 }
 
 
-def _decay(value: Any, given: DocumentValues) -> KeyEffect:
+def _decay(value: Any, document: DocumentValues) -> KeyEffect:
     decay = number(0)(value)
     fields: dict[str, Any] = {"optimizer.weight_decay": decay}
     if not decay:
@@ -161,16 +161,16 @@ def _decay(value: Any, given: DocumentValues) -> KeyEffect:
 _TARGETS = "GaLore and APOLLO are not supported; build the optimizer in the training script"
 
 
-def _targets(value: Any, given: DocumentValues) -> KeyEffect:
+def _targets(value: Any, document: DocumentValues) -> KeyEffect:
     if value in (None, [], ""):
         return left_out("is off")
-    if not any(name in str(given.get("optim")).lower() for name in ("galore", "apollo")):
+    if not any(name in str(document.get("optim")).lower() for name in ("galore", "apollo")):
         return left_out("only used with GaLore and APOLLO")
     return KeyEffect(Fit.UNSUPPORTED, _TARGETS)
 
 
 OPTIMIZER: Mapping[str, Key] = {
-    "optim": Key(lambda value, given: _optimizer(value), "optimizer.name", tool_default="adamw_torch_fused"),
+    "optim": Key(lambda value, document: _optimizer(value), "optimizer.name", tool_default="adamw_torch_fused"),
     "optim_args": Key(_arguments, "optimizer.momentum, optimizer.nesterov, optimizer.eps"),
     "learning_rate": sets("optimizer.lr", number(0), tool_default=5e-5),
     **_fields_of_optimizer(),
@@ -200,8 +200,8 @@ def _written_arguments(cfg: Config, topology: Topology) -> Native:
 
 
 def _betas(cfg: Config, topology: Topology) -> Native:
-    one, two = cfg.optimizer.betas
-    return {"adam_beta1": one, "adam_beta2": two} if cfg.optimizer.name in (*ADAM, "lion") else {}
+    beta1, beta2 = cfg.optimizer.betas
+    return {"adam_beta1": beta1, "adam_beta2": beta2} if cfg.optimizer.name in (*ADAM, "lion") else {}
 
 
 def _eps(cfg: Config, topology: Topology) -> Native:

@@ -21,7 +21,7 @@ from unishard.contract.field_rows import (
     row,
     when_default,
 )
-from unishard.contract.render import AUTO, FieldResult, WrittenDocument, render
+from unishard.contract.render import AUTO, FieldResult, RenderedDocument, render
 from unishard.contract.rules import (
     HYBRID,
     NO_KEY,
@@ -141,11 +141,11 @@ _ALWAYS = ("backend", _STRATEGY, "sharding.units", "native")
 def _decided_of(rows: Mapping[str, Rule], reading: ReadDocument) -> Mapping[str, Rule]:
     """The rows of what the source decides: what it leaves to its training script stays with that."""
     always = _ALWAYS[1:] if _STRATEGY in reading.undecided else _ALWAYS
-    said = {*always, *reading.decided.difference(_ALWAYS)}
-    return {path: row for path, row in rows.items() if path in said}
+    paths = {*always, *reading.decided.difference(_ALWAYS)}
+    return {path: row for path, row in rows.items() if path in paths}
 
 
-def _engine_of(reading: ReadDocument, topology: Topology) -> WrittenDocument:
+def _engine_of(reading: ReadDocument, topology: Topology) -> RenderedDocument:
     """The engine's part of the document, and its words.
 
     Raises:
@@ -153,8 +153,8 @@ def _engine_of(reading: ReadDocument, topology: Topology) -> WrittenDocument:
     """
     name = reading.config.backend
     if name not in _ENGINES:
-        what = f"transformers runs {' and '.join(_ENGINES)}, not {name}; add --set backend=fsdp"
-        raise ConfigError([Problem("backend", what, "")])
+        message = f"transformers runs {' and '.join(_ENGINES)}, not {name}; add --set backend=fsdp"
+        raise ConfigError([Problem("backend", message, "")])
     rows = _decided_of(registry.arguments(name).rules, reading)
     return _ENGINES[name](reading, render(rows, reading.config, topology, reading.undecided))
 
@@ -162,12 +162,12 @@ def _engine_of(reading: ReadDocument, topology: Topology) -> WrittenDocument:
 _RESHARD = "reshard_after_forward"
 
 
-def _fsdp(reading: ReadDocument, said: WrittenDocument) -> WrittenDocument:
+def _fsdp(reading: ReadDocument, rendered: RenderedDocument) -> RenderedDocument:
     cfg = reading.config
     on = sharded(cfg) and _STRATEGY not in reading.undecided
-    taken = {key: value for key, value in said.document.items() if key in BOTH and on}
+    taken = {key: value for key, value in rendered.document.items() if key in BOTH and on}
     words = {
-        name: word._replace(key=f"fsdp_config.{word.key}") for name, word in said.fields.items() if name in ENGINES
+        name: word._replace(key=f"fsdp_config.{word.key}") for name, word in rendered.fields.items() if name in ENGINES
     }
     if _RESHARD in taken and cfg.sharding.reshard_group is not None:  # Accelerate takes only true or false
         taken[_RESHARD] = True
@@ -179,11 +179,11 @@ def _fsdp(reading: ReadDocument, said: WrittenDocument) -> WrittenDocument:
         if taken
         else {}
     )
-    return WrittenDocument(document, words)
+    return RenderedDocument(document, words)
 
 
-def _deepspeed(reading: ReadDocument, said: WrittenDocument) -> WrittenDocument:
-    own = without_unishards(said.document, reading)
+def _deepspeed(reading: ReadDocument, rendered: RenderedDocument) -> RenderedDocument:
+    own = without_unishards(rendered.document, reading)
     config = {key: value for key, value in own.items() if key not in _NOT_IN_CONFIG}
     # transformers fills these in from the arguments, and refuses two places that disagree.
     config = merge(config, dict.fromkeys(_FILLED, AUTO))
@@ -191,15 +191,15 @@ def _deepspeed(reading: ReadDocument, said: WrittenDocument) -> WrittenDocument:
         if block in config:
             config[block] = {**config[block], "enabled": AUTO}
     of_zero = {
-        name: word for name, word in said.fields.items() if name.startswith(_ZERO_WORDS) and name not in _NOT_ZERO
+        name: word for name, word in rendered.fields.items() if name.startswith(_ZERO_WORDS) and name not in _NOT_ZERO
     }
     words: dict[str, FieldResult] = {name: word._replace(key=f"deepspeed.{word.key}") for name, word in of_zero.items()}
     words["backend"] = FieldResult(Fit.EXACT, "deepspeed", "")
     words.pop("precision.compute", None)
-    return WrittenDocument({"deepspeed": config}, words)
+    return RenderedDocument({"deepspeed": config}, words)
 
 
-_ENGINES: Mapping[str, Callable[[ReadDocument, WrittenDocument], WrittenDocument]] = {
+_ENGINES: Mapping[str, Callable[[ReadDocument, RenderedDocument], RenderedDocument]] = {
     "fsdp": _fsdp,
     "deepspeed": _deepspeed,
 }
@@ -345,7 +345,7 @@ RULES: Mapping[str, Rule] = rows(FSDP, _OWN, OPTIMIZING, SAVING, without=ENGINES
 """Rows of the arguments; with DeepSpeed, its own words stand in place of FSDP's."""
 
 
-def written(reading: ReadDocument, topology: Topology, to: str) -> WrittenDocument:
+def render_arguments(reading: ReadDocument, topology: Topology, to: str) -> RenderedDocument:
     """The arguments for a config in a format that holds them, and what became of each field.
 
     Raises:
@@ -354,4 +354,4 @@ def written(reading: ReadDocument, topology: Topology, to: str) -> WrittenDocume
     own_words = render(_decided_of(RULES, reading), reading.config, topology, reading.undecided)
     engine = _engine_of(reading, topology)
     words: dict[str, FieldResult] = {**own_words.fields, **engine.fields}
-    return with_arguments(WrittenDocument(merge(own_words.document, engine.document), words), reading, to)
+    return with_arguments(RenderedDocument(merge(own_words.document, engine.document), words), reading, to)

@@ -29,30 +29,30 @@ _PART = "a fraction of all steps, which only the data knows; set checkpoint.ever
 _BEST = "saves after the best evaluation so far; call engine.save(metric=...) after each, and set checkpoint.keep_best"
 
 
-def _somewhere(given: DocumentValues) -> Mapping[str, Any]:
+def _somewhere(document: DocumentValues) -> Mapping[str, Any]:
     """Trainer's own directory, where the document names none."""
-    return {} if given.get("output_dir") else {"checkpoint.dir": _FOLDER}
+    return {} if document.get("output_dir") else {"checkpoint.dir": _FOLDER}
 
 
-def _directory(value: Any, given: DocumentValues) -> KeyEffect:
+def _directory(value: Any, document: DocumentValues) -> KeyEffect:
     if not value:
         return left_out("is not set")
     VALUES["output_dir"](value)
     fields = {"checkpoint.dir": text(value)}
-    if "save_strategy" in given or "save_steps" in given:
+    if "save_strategy" in document or "save_steps" in document:
         return KeyEffect(fields=fields)
     return KeyEffect(
         Fit.EQUIVALENT, f"Trainer saves every {_STEPS} updates; {_LAST}", {**fields, "checkpoint.every_steps": _STEPS}
     )
 
 
-def _strategy(value: Any, given: DocumentValues) -> KeyEffect:
+def _strategy(value: Any, document: DocumentValues) -> KeyEffect:
     VALUES["save_strategy"](value)
     match value:
         case "no":
             return KeyEffect(fields={"checkpoint.every_steps": None})
-        case "steps" if "save_steps" not in given:
-            return KeyEffect(Fit.EQUIVALENT, _LAST, {**_somewhere(given), "checkpoint.every_steps": _STEPS})
+        case "steps" if "save_steps" not in document:
+            return KeyEffect(Fit.EQUIVALENT, _LAST, {**_somewhere(document), "checkpoint.every_steps": _STEPS})
         case "steps":
             return KeyEffect(Fit.EXACT, "", {}, copy_verbatim=True)
         case "epoch":
@@ -60,23 +60,23 @@ def _strategy(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(Fit.NEEDS_INPUT, _BEST, copy_verbatim=True)
 
 
-def _steps(value: Any, given: DocumentValues) -> KeyEffect:
+def _steps(value: Any, document: DocumentValues) -> KeyEffect:
     VALUES["save_steps"](value)
-    strategy = given.get("save_strategy")
+    strategy = document.get("save_strategy")
     if strategy not in (None, "steps"):
         return left_out(f"is read where save_strategy is steps, and not {strategy}")
     every = number(0)(value)
     if not every:
         return KeyEffect(fields={"checkpoint.every_steps": None})
     if every < 1:
-        whole = given.get("max_steps")
+        whole = document.get("max_steps")
         if off(whole) or whole == -1:
             return KeyEffect(Fit.NEEDS_INPUT, _PART, copy_verbatim=True)
         every = math.ceil(integer(1)(whole) * every)
-    return KeyEffect(Fit.EQUIVALENT, _LAST, {**_somewhere(given), "checkpoint.every_steps": integer(1)(every)})
+    return KeyEffect(Fit.EQUIVALENT, _LAST, {**_somewhere(document), "checkpoint.every_steps": integer(1)(every)})
 
 
-def _limit(value: Any, given: DocumentValues) -> KeyEffect:
+def _limit(value: Any, document: DocumentValues) -> KeyEffect:
     """How many checkpoints are kept; 0 and null keep all."""
     if value is None:
         return left_out("is not set")
@@ -84,10 +84,10 @@ def _limit(value: Any, given: DocumentValues) -> KeyEffect:
     return KeyEffect(fields={"checkpoint.keep_last": count if count > 0 else None})
 
 
-def _at_signal(value: Any, given: DocumentValues) -> KeyEffect:
+def _at_signal(value: Any, document: DocumentValues) -> KeyEffect:
     if not boolean(value if value is not None else False):
         return left_out("is off")
-    return KeyEffect(Fit.EQUIVALENT, _EXIT, {**_somewhere(given), "checkpoint.on_signal": ["SIGTERM"]})
+    return KeyEffect(Fit.EQUIVALENT, _EXIT, {**_somewhere(document), "checkpoint.on_signal": ["SIGTERM"]})
 
 
 _EXIT = "Trainer saves and returns from train(); here a save exits with code 85"

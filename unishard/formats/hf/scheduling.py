@@ -34,47 +34,50 @@ def _shape_of(value: Any) -> str:
     return str(getattr(value, "value", value) or "linear").strip().lower()
 
 
-def _kwargs_of(given: DocumentValues) -> Mapping[str, Any]:
+def _kwargs_of(document: DocumentValues) -> Mapping[str, Any]:
     """The extra arguments of the schedule; empty where there are none."""
-    value = given.get("lr_scheduler_kwargs")
+    value = document.get("lr_scheduler_kwargs")
     return value if isinstance(value, Mapping) else {}
 
 
-def _type(value: Any, given: DocumentValues) -> KeyEffect:
-    word = _shape_of(value)
-    if word in _SHAPES:
-        return _shaped(word, _kwargs_of(given), given)
-    if word in ("reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy"):
-        return KeyEffect(Fit.UNSUPPORTED, f"the schedule {word} is not supported; {_INSTEAD}")
+def _type(value: Any, document: DocumentValues) -> KeyEffect:
+    shape = _shape_of(value)
+    if shape in _SHAPES:
+        return _shaped(shape, _kwargs_of(document), document)
+    if shape in ("reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy"):
+        return KeyEffect(Fit.UNSUPPORTED, f"the schedule {shape} is not supported; {_INSTEAD}")
     raise Unreadable(f"must be a schedule of transformers, got {shown(value)}; write linear or cosine")
 
 
-def _shaped(word: str, kwargs: Mapping[str, Any], given: DocumentValues) -> KeyEffect:
-    if word == "cosine_with_restarts" and number()(kwargs.get("num_cycles", 1)) != 1:
+def _shaped(shape: str, kwargs: Mapping[str, Any], document: DocumentValues) -> KeyEffect:
+    if shape == "cosine_with_restarts" and number()(kwargs.get("num_cycles", 1)) != 1:
         return KeyEffect(Fit.UNSUPPORTED, f"a cosine that restarts is not supported; {_INSTEAD}")
-    if word in ("cosine", "cosine_with_min_lr") and number()(kwargs.get("num_cycles", 0.5)) != 0.5:
+    if shape in ("cosine", "cosine_with_min_lr") and number()(kwargs.get("num_cycles", 0.5)) != 0.5:
         return KeyEffect(Fit.UNSUPPORTED, f"only a cosine that falls once, over half a wave, is supported; {_INSTEAD}")
-    if word == "polynomial" and number()(kwargs.get("power", 1.0)) != 1:
+    if shape == "polynomial" and number()(kwargs.get("power", 1.0)) != 1:
         return KeyEffect(Fit.UNSUPPORTED, f"of polynomials only the straight line of power 1 is supported; {_INSTEAD}")
-    fields: dict[str, Any] = {"scheduler.name": _SHAPES[word]}
-    if _SHAPES[word] in _ENDING:
-        if _climbs(given):
+    fields: dict[str, Any] = {"scheduler.name": _SHAPES[shape]}
+    if _SHAPES[shape] in _ENDING:
+        if _climbs(document):
             return KeyEffect(
-                Fit.EXACT, _CLIMBS, {"scheduler.name": "constant", "scheduler.warmup_steps": warmup(given)}
+                Fit.EXACT, _CLIMBS, {"scheduler.name": "constant", "scheduler.warmup_steps": warmup(document)}
             )
-        fields["scheduler.total_steps"] = updates(given)
+        fields["scheduler.total_steps"] = updates(document)
         try:
-            fields["scheduler.min_lr_ratio"] = _floor(word, kwargs, given)
+            fields["scheduler.min_lr_ratio"] = _floor(shape, kwargs, document)
         except Unreadable:
-            if not is_placeholder(rate := given.get("learning_rate")):
+            if not is_placeholder(rate := document.get("learning_rate")):
                 raise
             who = f"the placeholder {rate}"
             return KeyEffect(
                 Fit.NEEDS_INPUT, f"the value comes from {who}", fields | {"scheduler.min_lr_ratio": Undecided(who)}
             )
     else:
-        fields["scheduler.warmup_steps"] = 0 if word == "constant" else warmup(given)
-        if word == "inverse_sqrt" and kwargs.get("timescale") not in (None, fields["scheduler.warmup_steps"] or 10_000):
+        fields["scheduler.warmup_steps"] = 0 if shape == "constant" else warmup(document)
+        if shape == "inverse_sqrt" and kwargs.get("timescale") not in (
+            None,
+            fields["scheduler.warmup_steps"] or 10_000,
+        ):
             return KeyEffect(
                 Fit.UNSUPPORTED,
                 "only a timescale of warmup_steps is supported (10000 without a warmup); remove timescale",
@@ -82,19 +85,19 @@ def _shaped(word: str, kwargs: Mapping[str, Any], given: DocumentValues) -> KeyE
     return KeyEffect(fields=fields)
 
 
-def _floor(word: str, kwargs: Mapping[str, Any], given: DocumentValues) -> float:
+def _floor(shape: str, kwargs: Mapping[str, Any], document: DocumentValues) -> float:
     """Where the fall ends, as a part of the learning rate."""
-    if word == "polynomial":
-        return _part(number(0)(kwargs.get("lr_end", 1e-7)), _rate(given))
-    if word == "cosine_with_min_lr" and kwargs.get("min_lr_rate") is not None:
+    if shape == "polynomial":
+        return _part(number(0)(kwargs.get("lr_end", 1e-7)), _rate(document))
+    if shape == "cosine_with_min_lr" and kwargs.get("min_lr_rate") is not None:
         return float(number(0, 1)(kwargs["min_lr_rate"]))
-    if word == "cosine_with_min_lr" and kwargs.get("min_lr") is not None:
-        return _part(number(0)(kwargs["min_lr"]), _rate(given))
+    if shape == "cosine_with_min_lr" and kwargs.get("min_lr") is not None:
+        return _part(number(0)(kwargs["min_lr"]), _rate(document))
     return 0.0
 
 
-def _rate(given: DocumentValues) -> float:
-    return float(number(0)(given.get("learning_rate") or 5e-5))
+def _rate(document: DocumentValues) -> float:
+    return float(number(0)(document.get("learning_rate") or 5e-5))
 
 
 def _part(end: float, rate: float) -> float:
@@ -103,27 +106,27 @@ def _part(end: float, rate: float) -> float:
     return float(f"{end / rate:.12g}")
 
 
-def updates(given: DocumentValues) -> int | Undecided:
+def updates(document: DocumentValues) -> int | Undecided:
     """Updates until the end of the training; undecided where the dataset decides them."""
-    steps = given.get("max_steps")
+    steps = document.get("max_steps")
     if is_placeholder(steps):
         return Undecided(f"the placeholder {steps}")
     total = -1 if steps is None else int(integer()(steps))
     return total if total > 0 else Undecided(UPDATES)
 
 
-def warmup(given: DocumentValues) -> int | Undecided:
+def warmup(document: DocumentValues) -> int | Undecided:
     """Updates of the warm-up."""
-    ratio = given.get("warmup_ratio")
-    unknown = next((word for word in (given.get("warmup_steps"), ratio) if is_placeholder(word)), None)
+    ratio = document.get("warmup_ratio")
+    unknown = next((word for word in (document.get("warmup_steps"), ratio) if is_placeholder(word)), None)
     if unknown is not None:
         return Undecided(f"the placeholder {unknown}")
-    steps = number(0)(given.get("warmup_steps") or 0)
+    steps = number(0)(document.get("warmup_steps") or 0)
     if not steps and ratio is not None:
         steps = number(0, 1)(ratio)
     if steps >= 1 or not steps:
         return int(steps)
-    total = updates(given)
+    total = updates(document)
     if isinstance(total, Undecided):
         return Undecided(f"{steps:g} times {UPDATES}")
     return math.ceil(total * float(steps))
@@ -132,36 +135,36 @@ def warmup(given: DocumentValues) -> int | Undecided:
 _CLIMBS = "the warm-up lasts as long as the training, so that the rate never falls"
 
 
-def _climbs(given: DocumentValues) -> bool:
+def _climbs(document: DocumentValues) -> bool:
     """Whether a trial run ends before the rate falls."""
-    first, last = warmup(given), updates(given)
+    first, last = warmup(document), updates(document)
     return isinstance(first, int) and isinstance(last, int) and first >= last
 
 
-def _ends(given: DocumentValues) -> bool:
+def _ends(document: DocumentValues) -> bool:
     """Whether the rate falls until the end of the training."""
-    return _SHAPES.get(_shape_of(given.get("lr_scheduler_type"))) in _ENDING
+    return _SHAPES.get(_shape_of(document.get("lr_scheduler_type"))) in _ENDING
 
 
-def _warmup(value: Any, given: DocumentValues) -> KeyEffect:
+def _warmup(value: Any, document: DocumentValues) -> KeyEffect:
     number(0)(value or 0)
-    if _shape_of(given.get("lr_scheduler_type")) not in _SHAPES:
+    if _shape_of(document.get("lr_scheduler_type")) not in _SHAPES:
         return left_out("belongs to the schedule, which the training script builds")
-    if _shape_of(given.get("lr_scheduler_type")) == "constant":
+    if _shape_of(document.get("lr_scheduler_type")) == "constant":
         note = "is off" if not value else "the constant schedule ignores warmup; write constant_with_warmup"
         return left_out(note)
-    found = warmup(given)
-    if isinstance(found, Undecided):
-        return KeyEffect(Fit.NEEDS_INPUT, f"the value is {found.who}", {"scheduler.warmup_steps": found})
-    return KeyEffect(fields={"scheduler.warmup_steps": found})
+    steps = warmup(document)
+    if isinstance(steps, Undecided):
+        return KeyEffect(Fit.NEEDS_INPUT, f"the value is {steps.who}", {"scheduler.warmup_steps": steps})
+    return KeyEffect(fields={"scheduler.warmup_steps": steps})
 
 
-def _ratio(value: Any, given: DocumentValues) -> KeyEffect:
+def _ratio(value: Any, document: DocumentValues) -> KeyEffect:
     if not number(0, 1)(value or 0):
         return left_out("is off")
-    if given.get("warmup_steps"):
+    if document.get("warmup_steps"):
         return left_out("warmup_steps takes precedence")
-    effect = _warmup(value, given)
+    effect = _warmup(value, document)
     if effect.fit is not Fit.EXACT:
         return effect
     return KeyEffect(
@@ -169,29 +172,29 @@ def _ratio(value: Any, given: DocumentValues) -> KeyEffect:
     )
 
 
-def _max_steps(value: Any, given: DocumentValues) -> KeyEffect:
+def _max_steps(value: Any, document: DocumentValues) -> KeyEffect:
     if integer()(value) <= 0:
         return left_out("is off: num_train_epochs counts")
-    if not _ends(given):
+    if not _ends(document):
         return length(f"ends after {shown(value)} updates")
-    if _climbs(given):
+    if _climbs(document):
         return left_out(_CLIMBS)
     return KeyEffect(fields={"scheduler.total_steps": integer(1)(value)})
 
 
-def _epochs(value: Any, given: DocumentValues) -> KeyEffect:
+def _epochs(value: Any, document: DocumentValues) -> KeyEffect:
     number(0)(value)
-    if not isinstance(updates(given), Undecided):
+    if not isinstance(updates(document), Undecided):
         return left_out("max_steps takes precedence")
     return length(f"goes {shown(value)} times over the data")
 
 
-def length(what: str) -> KeyEffect:
+def length(action: str) -> KeyEffect:
     """The effect of a key that says only how long the training is."""
-    return KeyEffect(Fit.NEEDS_INPUT, f"the training {what}; do that in your loop", copy_verbatim=True, notable=True)
+    return KeyEffect(Fit.NEEDS_INPUT, f"the training {action}; do that in your loop", copy_verbatim=True, notable=True)
 
 
-def _kwargs(value: Any, given: DocumentValues) -> KeyEffect:
+def _kwargs(value: Any, document: DocumentValues) -> KeyEffect:
     if value in (None, {}, ""):
         return left_out("is empty")
     if not isinstance(value, Mapping):
@@ -202,12 +205,12 @@ def _kwargs(value: Any, given: DocumentValues) -> KeyEffect:
         "cosine": ("num_cycles",),
         "cosine_with_restarts": ("num_cycles",),
         "inverse_sqrt": ("timescale",),
-    }.get(_shape_of(given.get("lr_scheduler_type")), ())
+    }.get(_shape_of(document.get("lr_scheduler_type")), ())
     strange = [key for key in value if key not in known]
     if strange:
-        word = _shape_of(given.get("lr_scheduler_type"))
-        return KeyEffect(Fit.UNSUPPORTED, f"the {word} schedule takes no {', '.join(map(str, strange))}; remove it")
-    effect = _type(given.get("lr_scheduler_type"), given)
+        shape = _shape_of(document.get("lr_scheduler_type"))
+        return KeyEffect(Fit.UNSUPPORTED, f"the {shape} schedule takes no {', '.join(map(str, strange))}; remove it")
+    effect = _type(document.get("lr_scheduler_type"), document)
     fields = {field: value for field, value in effect.fields.items() if field == "scheduler.min_lr_ratio"}
     return KeyEffect(fields=fields) if fields else left_out("says what the schedule does anyway")
 

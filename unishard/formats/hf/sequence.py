@@ -55,10 +55,10 @@ def sharing_of(value: Any, ranks: int | None) -> Mapping[str, Any]:
     return {"parallel.sequence.size": sizes[on[0]], "parallel.sequence.method": _METHODS[on[0]]}
 
 
-def _read(value: Any, given: DocumentValues) -> KeyEffect:
+def _read(value: Any, document: DocumentValues) -> KeyEffect:
     if value is None:
         return left_out("is off")
-    fields = sharing_of(value, given.topology.world_size if given.topology else None)
+    fields = sharing_of(value, document.topology.world_size if document.topology else None)
     return KeyEffect(fields=fields) if fields else left_out("all ranks share one copy, as without it")
 
 

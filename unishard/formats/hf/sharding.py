@@ -12,7 +12,7 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import boolean
 from unishard.contract.rules import Fit
-from unishard.formats.engine_block import EngineBlock, Spot, combined
+from unishard.formats.engine_block import EngineBlock, SourceKey, combined
 from unishard.formats.hf.json_argument import opened
 from unishard.formats.hf.loop import FSDP, off
 from unishard.formats.names import names
@@ -107,15 +107,15 @@ def _opened(config: Any, source: Source, where: tuple[str, ...]) -> tuple[Mappin
                 KeyEffect(Fit.IGNORED, "is empty", copy_verbatim=not config, rejected_upstream=bool(config)),
             )
         ] if present else []
-    found = config
+    contents = config
     if isinstance(config, str):
-        found = opened(config, source)
-    if isinstance(found, Mapping):
-        return found, [Entry(where, config, KeyEffect(fields={"backend": "fsdp"}))]
+        contents = opened(config, source)
+    if isinstance(contents, Mapping):
+        return contents, [Entry(where, config, KeyEffect(fields={"backend": "fsdp"}))]
     if isinstance(config, str):
-        return {}, [Entry(where, config, KeyEffect(Fit.NEEDS_INPUT, str(found)))]
-    what = f"must be a mapping or a path, got {shown(config)}; write a mapping"
-    return {}, [Entry(where, config, KeyEffect(Fit.UNSUPPORTED, what))]
+        return {}, [Entry(where, config, KeyEffect(Fit.NEEDS_INPUT, str(contents)))]
+    message = f"must be a mapping or a path, got {shown(config)}; write a mapping"
+    return {}, [Entry(where, config, KeyEffect(Fit.UNSUPPORTED, message))]
 
 
 def _ignored(where: tuple[str, ...], keys: Mapping[str, Any]) -> list[Entry]:
@@ -144,11 +144,11 @@ def _read(
     taken = {name: item for name, (_, item) in plain.items() if name in BOTH or (name in FIRST and not second)}
     asked, refused = _asked(words, second, taken)
     block = EngineBlock("fsdp", ("fsdp_config",), repeats=True)
-    flag = Spot(("fsdp",), value, fields={"backend": "fsdp"})
+    flag = SourceKey(("fsdp",), value, fields={"backend": "fsdp"})
     for name, item in asked.items():
         block.add(name, item, *([] if implied or refused else [flag]))
     for name, item in taken.items():
-        block.add(name, item, Spot((*where, plain[name][0]), item))
+        block.add(name, item, SourceKey((*where, plain[name][0]), item))
     defaults = {**_DEFAULTS, **({} if second else {"sharding_strategy": "FULL_SHARD"})}
     entries = [_without_null(entry) for entry in block.entries(defaults=defaults, topology=topology)]
     if refused and not implied:
@@ -171,18 +171,18 @@ def _asked(words: Sequence[str], second: bool, taken: Mapping[str, Any]) -> tupl
     """What the words say in FSDP's own, and what is wrong with them."""
     native: dict[str, Any] = {}
     wrong = []
-    for word in (word.lower() for word in words):
-        if word == "offload":
+    for option in (word.lower() for word in words):
+        if option == "offload":
             native.setdefault("cpu_offload", True)
-        elif word in _STRATEGIES and not second:
+        elif option in _STRATEGIES and not second:
             # Accelerate gets it under this name with version 1 as well.
-            native.setdefault("reshard_after_forward", word)
-        elif word in _STRATEGIES[:2]:
-            native.setdefault("reshard_after_forward", word == "full_shard")
-        elif word in _STRATEGIES:
-            wrong.append(f"{word} needs fsdp_config.version: 1 in transformers 5.23; write that, or full_shard")
-        elif word != "auto_wrap":
-            wrong.append(f"knows no word {word!r}; write {', '.join((*_STRATEGIES, 'offload', 'auto_wrap'))}")
+            native.setdefault("reshard_after_forward", option)
+        elif option in _STRATEGIES[:2]:
+            native.setdefault("reshard_after_forward", option == "full_shard")
+        elif option in _STRATEGIES:
+            wrong.append(f"{option} needs fsdp_config.version: 1 in transformers 5.23; write that, or full_shard")
+        elif option != "auto_wrap":
+            wrong.append(f"knows no word {option!r}; write {', '.join((*_STRATEGIES, 'offload', 'auto_wrap'))}")
     return {key: item for key, item in native.items() if key not in taken}, "; ".join(wrong)
 
 

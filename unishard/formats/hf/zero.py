@@ -16,7 +16,7 @@ from unishard.contract.entries import Entry, KeyEffect, Undecided, Unreadable, l
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
-from unishard.formats.engine_block import EngineBlock, Spot
+from unishard.formats.engine_block import EngineBlock, SourceKey
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.json_argument import opened
 from unishard.formats.hf.loop import DEEPSPEED, off
@@ -39,24 +39,28 @@ def with_precedence(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _beside_deepspeed(entries: Sequence[Entry]) -> list[Entry]:
-    said = {
+    engine_keys = {
         entry.key.removeprefix(f"{DEEPSPEED}.") for entry in entries if entry.path[0] == DEEPSPEED and not entry.assumed
     }
     # The argument itself sets the engine where DeepSpeed's config could be read.
     read = any(entry.path == (DEEPSPEED,) and "backend" in entry.effect.fields for entry in entries)
-    return [settle for entry in entries for settle in _settle(entry, said)] if read else list(entries)
+    return [settle for entry in entries for settle in _settle(entry, engine_keys)] if read else list(entries)
 
 
-def _settle(entry: Entry, said: set[str]) -> list[Entry]:
-    optimizer = any(key.startswith("optimizer") for key in said)
-    scheduler = any(key.startswith("scheduler") for key in said)
+def _settle(entry: Entry, engine_keys: set[str]) -> list[Entry]:
+    optimizer = any(key.startswith("optimizer") for key in engine_keys)
+    scheduler = any(key.startswith("scheduler") for key in engine_keys)
     for key, (argument, note) in SILENT.items():
-        if entry.key == argument and key not in said and entry.effect.fields.get("training.gradient_clipping") != 1.0:
+        if (
+            entry.key == argument
+            and key not in engine_keys
+            and entry.effect.fields.get("training.gradient_clipping") != 1.0
+        ):
             return _ignored(entry, note)
     if optimizer and entry.key in ("optim", "optim_args"):
         return _ignored(entry, _THEIRS.format("optimizer"))
     if optimizer and entry.key in _RATES:
-        if _RATES[entry.key] not in said:
+        if _RATES[entry.key] not in engine_keys:
             return _ignored(entry, _THEIRS.format("optimizer"))
         fields = {field: value for field, value in entry.effect.fields.items() if field != "optimizer.no_decay"}
         # DeepSpeed's optimizer gets one group of parameters, so nothing is exempt.
@@ -184,25 +188,25 @@ def partitioned(value: Any, source: Source, get: Arguments, topology: Topology |
 
 def _absent(value: Any, why: str) -> list[Entry]:
     """A config that is not there, so that its values must be decided elsewhere."""
-    said = Undecided(f"the DeepSpeed config {value}, which was not found", required=True)
+    undecided = Undecided(f"the DeepSpeed config {value}, which was not found", required=True)
     note = f"{why}; its stage, precision, clipping, offload, optimizer and schedule are unknown"
     on = Entry(("deepspeed", "zero_optimization"), None, KeyEffect(fields={"backend": "deepspeed"}), assumed=True)
     return [
         Entry(
             ("deepspeed",),
             value,
-            KeyEffect(Fit.NEEDS_INPUT, note, dict.fromkeys(_OF_THE_FILE, said), copy_verbatim=True),
+            KeyEffect(Fit.NEEDS_INPUT, note, dict.fromkeys(_OF_THE_FILE, undecided), copy_verbatim=True),
         ),
         on,
     ]
 
 
 def _read(config: Mapping[str, Any], get: Arguments, topology: Topology | None) -> list[Entry]:
-    said = dict(flat(config))
+    values = dict(flat(config))
     whole = get("per_device_train_batch_size") is not None
-    found = {key: fill(get) for key, (_, fill) in _FILL.items() if whole and said.get(key) == AUTO}
-    filled = {key: value for key, value in found.items() if value is not None}
-    if said.get("train_batch_size") == AUTO and whole:
+    fills = {key: fill(get) for key, (_, fill) in _FILL.items() if whole and values.get(key) == AUTO}
+    filled = {key: value for key, value in fills.items() if value is not None}
+    if values.get("train_batch_size") == AUTO and whole:
         # The product of the other two and the ranks says nothing of its own.
         filled["train_batch_size"] = None
     block = EngineBlock(
@@ -212,11 +216,11 @@ def _read(config: Mapping[str, Any], get: Arguments, topology: Topology | None) 
     )
     for key, item in filled.items():
         if item is not None:
-            block.add(key, item, Spot(("deepspeed", *key.split(".")), AUTO))
+            block.add(key, item, SourceKey(("deepspeed", *key.split(".")), AUTO))
     if not {"bf16", "fp16"} & set(config):
         for key, item in _mixed(get).items():
-            block.add(f"{key}.enabled", item, Spot(("deepspeed", key, "enabled"), item, assumed=True))
-    entries = block.placed(_checked(entry, said, get, whole) for entry in block.parsed(topology=topology))
+            block.add(f"{key}.enabled", item, SourceKey(("deepspeed", key, "enabled"), item, assumed=True))
+    entries = block.placed(_checked(entry, values, get, whole) for entry in block.parsed(topology=topology))
     if "train_batch_size" in filled:
         note = "transformers fills in the product of the other two and the ranks"
         entries.append(Entry(("deepspeed", "train_batch_size"), AUTO, left_out(note)))
@@ -230,23 +234,23 @@ def _mixed(get: Arguments) -> dict[str, bool]:
     return {name: True for name in ("bf16", "fp16") if not off(get(name)) and get(name) != AUTO}
 
 
-def _checked(entry: Entry, said: Mapping[str, Any], get: Arguments, whole: bool) -> Entry:
+def _checked(entry: Entry, values: Mapping[str, Any], get: Arguments, whole: bool) -> Entry:
     """The entry, refused where transformers stops because it contradicts an argument."""
-    if not whole or entry.assumed or entry.key not in _FILL or said.get(entry.key) in (AUTO, None):
+    if not whole or entry.assumed or entry.key not in _FILL or values.get(entry.key) in (AUTO, None):
         return entry
     name, fill = _FILL[entry.key]
     argument = fill(get)
     unknown = any(is_placeholder(one) for one in (argument if isinstance(argument, list) else [argument]))
-    if argument is None or unknown or _same(said[entry.key], argument):
+    if argument is None or unknown or _same(values[entry.key], argument):
         return entry
     note = f'transformers refuses this: {name} is {shown(argument)}; make them equal, or write "auto"'
     return entry.but(Fit.UNSUPPORTED, note)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
     try:
-        return float(one) == float(other)
+        return float(first) == float(second)
     except (TypeError, ValueError):
-        return bool(one == other)
+        return bool(first == second)

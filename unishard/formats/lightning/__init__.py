@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from unishard.formats.format import Deferred
-from unishard.formats.signs import Signs, weighted
+from unishard.formats.markers import Markers, weighted
 
 __all__ = ["FORMAT"]
 
-_SIGNS = weighted(
+_MARKERS = weighted(
     {
         5: "trainer.strategy fit.trainer fabric.strategy",
         4: (
@@ -20,4 +20,4 @@ _SIGNS = weighted(
     }
 )
 
-FORMAT = Deferred("lightning", Signs(_SIGNS), read_only=True)
+FORMAT = Deferred("lightning", Markers(_MARKERS), read_only=True)

@@ -38,10 +38,10 @@ def built(value: Any) -> Built | None:
         return Built(value[CLASS], CLASS, beside, dict.fromkeys(beside, ()))
     arguments: dict[str, Any] = {}
     inside: dict[str, Path] = {}
-    for word in sections:
-        section = value[word] if isinstance(value[word], Mapping) else {}
+    for section_name in sections:
+        section = value[section_name] if isinstance(value[section_name], Mapping) else {}
         arguments |= {str(name): item for name, item in section.items()}
-        inside |= dict.fromkeys(map(str, section), (word,))
+        inside |= dict.fromkeys(map(str, section), (section_name,))
     return Built(value[CLASS], CLASS, arguments, inside, tuple(beside))
 
 

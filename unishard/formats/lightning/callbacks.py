@@ -30,11 +30,17 @@ _QUIET = names(
 )
 
 
-def callbacks(value: Any, given: DocumentValues) -> KeyEffect:
+def callbacks(value: Any, document: DocumentValues) -> KeyEffect:
     """What they do to the training beyond logs and files, which the loop does."""
     items = value if isinstance(value, list | tuple) else [value]
-    found = [short(one.path) if (one := built(item)) else shown(item) for item in items if not off(item)]
-    asked = [f"{name} decides {_TRAINING.get(name, 'what only its code says')}" for name in found if name not in _QUIET]
+    callback_names = [
+        short(callback.path) if (callback := built(item)) else shown(item) for item in items if not off(item)
+    ]
+    asked = [
+        f"{name} decides {_TRAINING.get(name, 'what only its code says')}"
+        for name in callback_names
+        if name not in _QUIET
+    ]
     if asked:
         return KeyEffect(Fit.NEEDS_INPUT, f"your training loop does it: {'; '.join(asked)}")
     return left_out("callbacks that only log, report or write files")

@@ -15,7 +15,7 @@ from unishard.formats.names import each, ignored
 _BYTES = 4
 
 
-def _bucket(value: Any, given: DocumentValues) -> KeyEffect:
+def _bucket(value: Any, document: DocumentValues) -> KeyEffect:
     elements = int(number(0)(value) * 2**20) // _BYTES
     return KeyEffect(fields={"communication.reduce_bucket_size": max(elements, 1)})
 
@@ -28,7 +28,7 @@ ARGUMENTS: Mapping[str, Key] = {
 """The arguments of `DDPStrategy`, and those that it hands on to DistributedDataParallel."""
 
 
-def entries_of(given: StrategyArguments) -> Iterator[Entry]:
+def entries_of(settings: StrategyArguments) -> Iterator[Entry]:
     """What the strategy and its arguments say."""
-    yield given.named._replace(effect=KeyEffect(fields={"sharding.strategy": "no_shard", "backend": "fsdp"}))
-    yield from given.table(ARGUMENTS, given.arguments)
+    yield settings.named._replace(effect=KeyEffect(fields={"sharding.strategy": "no_shard", "backend": "fsdp"}))
+    yield from settings.table(ARGUMENTS, settings.arguments)

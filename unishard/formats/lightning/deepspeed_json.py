@@ -80,7 +80,7 @@ def leaves_of(written: Mapping[str, Any]) -> Iterator[Leaf]:
     def leaf(key: str, value: Any, *names: str) -> Leaf:
         return Leaf(key, value, names, not any(name in written for name in names))
 
-    def said(key: str, name: str, *, own: bool) -> Iterator[Leaf]:
+    def written_leaf(key: str, name: str, *, own: bool) -> Iterator[Leaf]:
         if own or name in written:
             yield leaf(key, values[name], name)
 
@@ -88,19 +88,19 @@ def leaves_of(written: Mapping[str, Any]) -> Iterator[Leaf]:
         yield leaf("zero_optimization.stage", 0, "zero_optimization")
     else:
         for name in _ZERO:
-            yield from said(f"zero_optimization.{name}", name, own=name in _SAID)
-        yield from said("zero_allow_untested_optimizer", "zero_allow_untested_optimizer", own=True)
+            yield from written_leaf(f"zero_optimization.{name}", name, own=name in _SAID)
+        yield from written_leaf("zero_allow_untested_optimizer", "zero_allow_untested_optimizer", own=True)
         yield from _offloads(values, leaf)
     if "nvme" in _devices(values):
         for name in ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count"):
-            yield from said(f"aio.{name}", name, own=False)
+            yield from written_leaf(f"aio.{name}", name, own=False)
     for name in (
         "partition_activations",
         "cpu_checkpointing",
         "contiguous_memory_optimization",
         "synchronize_checkpoint_boundary",
     ):
-        yield from said(f"activation_checkpointing.{name}", name, own=False)
+        yield from written_leaf(f"activation_checkpointing.{name}", name, own=False)
     if values["logging_batch_size_per_gpu"] != "auto":
         yield leaf("train_micro_batch_size_per_gpu", values["logging_batch_size_per_gpu"], "logging_batch_size_per_gpu")
 

@@ -47,25 +47,25 @@ class LightningDocument:
         """What each key says, in the order strategy, Trainer, the rest."""
         section = StrategySection(self.source.data, self.shape)
         strategy, refused = section.read()
-        found = [*refused]
+        entries = [*refused]
         runs = strategy.runs if strategy else ""
         trainer = self._trainer(runs, section)
         if strategy:
             place = next(entry for entry in trainer if entry.path[-1] == "precision")
             precision = place if runs == "DeepSpeedStrategy" else None
-            found += _READERS[runs](section.arguments(strategy, self.topology, self.source.folder, precision))
-        found += section.other_keys()
+            entries += _READERS[runs](section.arguments(strategy, self.topology, self.source.folder, precision))
+        entries += section.other_keys()
         if runs == "DeepSpeedStrategy":
             trainer = [entry for entry in trainer if entry.path[-1] != "precision"]
-        return [_without_hydra(entry) for entry in (*_clipped_once(found, trainer), *self._beside())]
+        return [_without_hydra(entry) for entry in (*_clipped_once(entries, trainer), *self._beside())]
 
     def _trainer(self, runs: str, section: StrategySection) -> list[Entry]:
-        said = dict(self.shape.trainer_in(self.source.data))
+        arguments = dict(self.shape.trainer_in(self.source.data))
         if self.shape.bare:
             theirs = {CLASS, *ARGUMENTS} | section.flat_arguments()
-            said = {name: item for name, item in said.items() if name not in theirs}
+            arguments = {name: item for name, item in arguments.items() if name not in theirs}
         own = section.own_formats()
-        said["strategy"] = f"{runs} {own}" if runs == "FSDPStrategy" and own else runs
+        arguments["strategy"] = f"{runs} {own}" if runs == "FSDPStrategy" and own else runs
         rows = {**TRAINER, **REMOVED, "strategy": ELSEWHERE}
         elsewhere = ["strategy"]
         if self.shape.trainer == self.shape.top:
@@ -74,14 +74,14 @@ class LightningDocument:
         if not self.shape.bare:
             rows[CLASS] = Key(_trainer_class)
         found_entries = interpret(
-            rows, said, tool=TOOL, defaults=precision_in(said.get("plugins")), topology=self.topology
+            rows, arguments, tool=TOOL, defaults=precision_in(arguments.get("plugins")), topology=self.topology
         )
         entries = [
             entry.at(*self.shape.trainer, *entry.path) for entry in found_entries if entry.path[0] not in elsewhere
         ]
-        entries += saving_entries(said.get("callbacks"), (*self.shape.trainer, "callbacks"))
+        entries += saving_entries(arguments.get("callbacks"), (*self.shape.trainer, "callbacks"))
         if self.shape.trainer == self.shape.top:
-            entries += self._recipes(said)
+            entries += self._recipes(arguments)
         return entries
 
     def _recipes(self, section: Mapping[str, Any]) -> list[Entry]:
@@ -96,15 +96,15 @@ class LightningDocument:
         """LightningCLI's other keys; those that it does not have are arguments of the user's own classes."""
         section = self.shape.beside(self.source.data)
         plain = {str(name): item for name, item in section.items() if name not in RECIPES}
-        found = interpret(
+        own = interpret(
             {**BESIDE},
             {name: item for name, item in plain.items() if name in BESIDE},
             tool=TOOL,
             topology=self.topology,
         )
-        found += [Entry((name,), item, left_out(_OWN_CLASS)) for name, item in plain.items() if name not in BESIDE]
+        own += [Entry((name,), item, left_out(_OWN_CLASS)) for name, item in plain.items() if name not in BESIDE]
         above = [Entry((name,), item, left_out(_OWN_CLASS)) for name, item in self._outside().items()]
-        return [*(entry.at(*self.shape.top, *entry.path) for entry in found), *self._recipes(section), *above]
+        return [*(entry.at(*self.shape.top, *entry.path) for entry in own), *self._recipes(section), *above]
 
     def _outside(self) -> Mapping[str, Any]:
         """What stands beside the subcommand."""
@@ -141,7 +141,7 @@ def _names(value: Any) -> bool:
     return False
 
 
-def _trainer_class(value: Any, given: Any) -> KeyEffect:
+def _trainer_class(value: Any, document: Any) -> KeyEffect:
     if short(value) not in ("Trainer", "Fabric"):
         return KeyEffect(
             Fit.UNSUPPORTED, f"is no Trainer of Lightning: {value}; name the strategy's class, or the Trainer"

@@ -13,8 +13,8 @@ from unishard.formats.lightning.keys import BESIDE, REMOVED, TOOL, TRAINER
 from unishard.formats.lightning.ranks import ranks_of
 from unishard.formats.lightning.recipe_keys import OPTIMIZER
 from unishard.formats.lightning.shape import Shape
+from unishard.formats.markers import Coverage, by_entries
 from unishard.formats.reading import ReadDocument
-from unishard.formats.signs import Explained, by_entries
 from unishard.formats.source import Source
 
 
@@ -39,7 +39,7 @@ class LightningFormat(Format):
         """What the arguments say."""
         return LightningDocument.of(source, topology).entries()
 
-    def explained(self, source: Source) -> Explained:
+    def coverage(self, source: Source) -> Coverage:
         """How many of the Trainer's arguments are known; sections beside them are the user's own classes."""
         return by_entries(entry for entry in self.entries(source, self.ranks(source)) if speaks_for_lightning(entry))
 

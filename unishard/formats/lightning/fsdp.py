@@ -41,13 +41,13 @@ def _word(name: str) -> ToNative:
 
 
 def _offload(value: Any) -> Native:
-    found = built(value)
-    return {"cpu_offload": found.arguments.get("offload_params", False) if found and found.key else value}
+    policy = built(value)
+    return {"cpu_offload": policy.arguments.get("offload_params", False) if policy and policy.key else value}
 
 
 def _formats(value: Any) -> Native:
-    found = built(value)
-    formats = found.arguments if found and found.key else value
+    config = built(value)
+    formats = config.arguments if config and config.key else value
     if not isinstance(formats, Mapping):
         raise Unreadable(
             f"must be a MixedPrecision, got {shown(value)}; write class_path (torch.distributed.fsdp.MixedPrecision) "
@@ -64,12 +64,12 @@ def _wrapping(value: Any) -> Native:
     names = _classes(value)
     if names:
         return {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": names}
-    found = built(value)
-    policy = short(found.path) if found else shown(value)
-    if found and policy == "size_based_auto_wrap_policy":
+    instance = built(value)
+    policy = short(instance.path) if instance else shown(value)
+    if instance and policy == "size_based_auto_wrap_policy":
         return {
             "auto_wrap_policy": "SIZE_BASED_WRAP",
-            "min_num_params": found.arguments.get("min_num_params", 100_000_000),
+            "min_num_params": instance.arguments.get("min_num_params", 100_000_000),
         }
     raise Unreadable(f"must be module classes, got {policy}; write the classes of the model's blocks")
 
@@ -87,13 +87,15 @@ def _classes(value: Any) -> list[str]:
     """
     if isinstance(value, list | tuple | Set):
         return [short(item) for item in value] if all(isinstance(item, str) for item in value) else []
-    found = built(value)
-    if found is None:
+    instance = built(value)
+    if instance is None:
         # YAML's set of names is a mapping to nothing.
         return _classes(list(value)) if isinstance(value, Mapping) and value and not any(value.values()) else []
-    if short(found.path) in ("ModuleWrapPolicy", "transformer_auto_wrap_policy"):
-        return _classes(found.arguments.get("module_classes") or found.arguments.get("transformer_layer_cls") or [])
-    return [short(found.path)] if not found.key and not found.path.endswith(("policy", "fn")) else []
+    if short(instance.path) in ("ModuleWrapPolicy", "transformer_auto_wrap_policy"):
+        return _classes(
+            instance.arguments.get("module_classes") or instance.arguments.get("transformer_layer_cls") or []
+        )
+    return [short(instance.path)] if not instance.key and not instance.path.endswith(("policy", "fn")) else []
 
 
 def _mesh(value: Any) -> Native:
@@ -138,22 +140,22 @@ OWN: Mapping[str, Key] = {
 """The arguments that concern only Lightning, with those that no file can say."""
 
 
-def entries_of(given: StrategyArguments) -> Iterator[Entry]:
+def entries_of(settings: StrategyArguments) -> Iterator[Entry]:
     """What the strategy and its arguments say."""
-    arguments = {**given.strategy.stands_for, **given.arguments}
-    block = EngineBlock("fsdp", given.base)
+    arguments = {**settings.strategy.stands_for, **settings.arguments}
+    block = EngineBlock("fsdp", settings.base)
     for name in [name for name in arguments if name in ARGUMENTS]:
         try:
             fragment = ARGUMENTS[name](arguments[name])
         except Unreadable as error:
-            yield given.of(name, KeyEffect(Fit.UNSUPPORTED, str(error)))
+            yield settings.of(name, KeyEffect(Fit.UNSUPPORTED, str(error)))
             continue
         if not fragment:
-            yield given.of(name, UNSET)
+            yield settings.of(name, UNSET)
         for key, value in fragment.items():
-            block.add(key, value, *given.spots(block, name))
-    block.spots["version"] = (given.name_spot(block),)
-    defaults = _defaults(fabric=given.strategy.fabric)
-    yield from given.with_name(block, block.entries(defaults=defaults, topology=given.topology))
-    rest = [name for name in given.arguments if name not in ARGUMENTS]
-    yield from given.table(OWN, rest, ARGUMENTS)
+            block.add(key, value, *settings.source_keys(block, name))
+    block.source_keys["version"] = (settings.name_key(block),)
+    defaults = _defaults(fabric=settings.strategy.fabric)
+    yield from settings.with_name(block, block.entries(defaults=defaults, topology=settings.topology))
+    rest = [name for name in settings.arguments if name not in ARGUMENTS]
+    yield from settings.table(OWN, rest, ARGUMENTS)

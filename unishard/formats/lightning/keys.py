@@ -25,10 +25,10 @@ TOOL = "Lightning 2.6.6"
 _LAUNCH = "the launcher decides it: torchrun --nproc-per-node ... --nnodes ..."
 
 
-def _accumulation(value: Any, given: DocumentValues) -> KeyEffect:
+def _accumulation(value: Any, document: DocumentValues) -> KeyEffect:
     steps = integer(1)(value)
     fields = {"training.gradient_accumulation_steps": steps}
-    if steps == 1 or given.get("strategy") == "DeepSpeedStrategy":
+    if steps == 1 or document.get("strategy") == "DeepSpeedStrategy":
         return KeyEffect(fields=fields)
     return KeyEffect(Fit.EQUIVALENT, "alike in full windows; Lightning divides the last one by the full window", fields)
 
@@ -36,36 +36,39 @@ def _accumulation(value: Any, given: DocumentValues) -> KeyEffect:
 _SHARDS = "Lightning 2.6.6 cannot clip by norm with FSDP"
 
 
-def _clipping(value: Any, given: DocumentValues) -> KeyEffect:
+def _clipping(value: Any, document: DocumentValues) -> KeyEffect:
     largest = number(0)(value)
     fields = {"training.gradient_clipping": largest or None}
-    if str(given.get("gradient_clip_algorithm")).lower() == "value" and largest:
+    if str(document.get("gradient_clip_algorithm")).lower() == "value" and largest:
         return KeyEffect(
             Fit.UNSUPPORTED, "only clipping by the global norm is supported; write gradient_clip_algorithm: norm"
         )
-    if str(given.get("strategy")).startswith("FSDPStrategy") and largest:
+    if str(document.get("strategy")).startswith("FSDPStrategy") and largest:
         return KeyEffect(Fit.EQUIVALENT, _SHARDS, fields)
     return KeyEffect(fields=fields)
 
 
-def _algorithm(value: Any, given: DocumentValues) -> KeyEffect:
-    word = one_of({"norm": "norm", "value": "value"})(value)
-    if not given.get("gradient_clip_val"):
+def _algorithm(value: Any, document: DocumentValues) -> KeyEffect:
+    algorithm = one_of({"norm": "norm", "value": "value"})(value)
+    if not document.get("gradient_clip_val"):
         return KeyEffect(Fit.IGNORED, "nothing is clipped without gradient_clip_val")
-    if word == "value":
+    if algorithm == "value":
         return KeyEffect(Fit.UNSUPPORTED, "every engine clips by the global norm, not each value; write norm")
-    return KeyEffect(fields={"training.gradient_clipping": number(0)(given.get("gradient_clip_val")) or None})
+    return KeyEffect(fields={"training.gradient_clipping": number(0)(document.get("gradient_clip_val")) or None})
 
 
-def _accelerator(value: Any, given: DocumentValues) -> KeyEffect:
-    found = built(value)
-    word = short(found.path).removesuffix("Accelerator").lower() if found else str(value).lower()
-    if names_strategy(word):
+def _accelerator(value: Any, document: DocumentValues) -> KeyEffect:
+    instance = built(value)
+    accelerator = short(instance.path).removesuffix("Accelerator").lower() if instance else str(value).lower()
+    if names_strategy(accelerator):
         return KeyEffect(
-            Fit.UNSUPPORTED, f"Lightning 2 no longer takes {word} as an accelerator; write it as strategy, and gpu here"
+            Fit.UNSUPPORTED,
+            f"Lightning 2 no longer takes {accelerator} as an accelerator; write it as strategy, and gpu here",
         )
-    if word not in ("auto", "gpu", "cuda", "cpu"):
-        return KeyEffect(Fit.UNSUPPORTED, f"only CUDA devices and CPUs are supported, not {word}; write gpu or cpu")
+    if accelerator not in ("auto", "gpu", "cuda", "cpu"):
+        return KeyEffect(
+            Fit.UNSUPPORTED, f"only CUDA devices and CPUs are supported, not {accelerator}; write gpu or cpu"
+        )
     return left_out(_LAUNCH)
 
 
@@ -74,10 +77,10 @@ def _filled_in(value: Any) -> bool:
     return isinstance(value, str) and value.startswith("${")
 
 
-def _devices(value: Any, given: DocumentValues) -> KeyEffect:
+def _devices(value: Any, document: DocumentValues) -> KeyEffect:
     """A number, a list of indices also as text with commas, or -1 and auto for all."""
     items = value if isinstance(value, list | tuple) else str(value).split(",")
-    words = [word for item in items if (word := str(item).strip())]
+    words = [index for item in items if (index := str(item).strip())]
     if _filled_in(value):
         return left_out(_LAUNCH)
     if isinstance(value, bool) or not words or not all(word.lstrip("-").isdigit() or word == "auto" for word in words):
@@ -86,28 +89,28 @@ def _devices(value: Any, given: DocumentValues) -> KeyEffect:
         return left_out("one rank for each device, as launch.processes_per_node: null")
     listed = len(items) > 1 or isinstance(value, list | tuple)
     count = len(words) if listed else integer(1)(words[0])
-    each = given.topology.local_world_size if given.topology else count
-    fields: dict[str, Any] = {"launch.processes_per_node": each}
-    if listed and count == each and given.get("accelerator") != "cpu":
+    per_node = document.topology.local_world_size if document.topology else count
+    fields: dict[str, Any] = {"launch.processes_per_node": per_node}
+    if listed and count == per_node and document.get("accelerator") != "cpu":
         fields["launch.environment"] = {"CUDA_VISIBLE_DEVICES": ",".join(words)}
     return KeyEffect(fields=fields)
 
 
-def _nodes(value: Any, given: DocumentValues) -> KeyEffect:
+def _nodes(value: Any, document: DocumentValues) -> KeyEffect:
     if _filled_in(value):
         return left_out(_LAUNCH)
     count = integer(1)(value)
-    asked = given.topology.world_size // given.topology.local_world_size if given.topology else count
+    asked = document.topology.world_size // document.topology.local_world_size if document.topology else count
     return KeyEffect(fields={"launch.nodes": asked})
 
 
-def _saving(value: Any, given: DocumentValues) -> KeyEffect:
+def _saving(value: Any, document: DocumentValues) -> KeyEffect:
     if boolean(value):
         return left_out("is on: a ModelCheckpoint among the callbacks says more")
     return KeyEffect(fields={"checkpoint.every_steps": None})
 
 
-def _seed(value: Any, given: DocumentValues) -> KeyEffect:
+def _seed(value: Any, document: DocumentValues) -> KeyEffect:
     if off(value):
         return left_out("is off")
     if value is True or str(value).lower() == "true":
@@ -121,12 +124,15 @@ TRAINER: Mapping[str, Key] = {
         precision, "precision.compute, precision.master, precision.reduce, precision.buffers", tool_default=DEFAULT
     ),
     "accumulate_grad_batches": Key(
-        lambda value, given: _accumulation(1 if value is None else value, given),
+        lambda value, document: _accumulation(1 if value is None else value, document),
         "training.gradient_accumulation_steps",
         tool_default=1,
     ),
     "gradient_clip_val": Key(
-        lambda value, given: _clipping(value or 0, given), "training.gradient_clipping", note=_SHARDS, tool_default=None
+        lambda value, document: _clipping(value or 0, document),
+        "training.gradient_clipping",
+        note=_SHARDS,
+        tool_default=None,
     ),
     "gradient_clip_algorithm": optional(_algorithm, "training.gradient_clipping"),
     "accelerator": optional(_accelerator, "", Fit.IGNORED, _LAUNCH),
@@ -142,7 +148,7 @@ TRAINER: Mapping[str, Key] = {
     ),
     "deterministic": by_script("call torch.use_deterministic_algorithms(True); Lightning's value is {value}"),
     "use_distributed_sampler": Key(
-        lambda value, given: (
+        lambda value, document: (
             left_out("is off")
             if value is None or boolean(value)
             else KeyEffect(

@@ -30,23 +30,23 @@ def saving_entries(value: Any, path: Path) -> Iterator[Entry]:
         value: The callbacks.
         path: Where they stand.
     """
-    said: dict[str, Any] = {}
+    fields_so_far: dict[str, Any] = {}
     for index, item in enumerate(value if isinstance(value, list | tuple) else [value]):
-        found = built(item)
-        if found is None or short(found.path) != "ModelCheckpoint":
+        callback = built(item)
+        if callback is None or short(callback.path) != "ModelCheckpoint":
             continue
         place = (*path, str(index))
-        entries = list(_arguments(found, place))
+        entries = list(_arguments(callback, place))
         fields = {field: value for entry in entries for field, value in entry.effect.fields.items()}
-        if any(field in said and said[field] != value for field, value in fields.items()):
-            yield Entry(place, found.path, KeyEffect(Fit.NEEDS_INPUT, _ANOTHER))
+        if any(field in fields_so_far and fields_so_far[field] != value for field, value in fields.items()):
+            yield Entry(place, callback.path, KeyEffect(Fit.NEEDS_INPUT, _ANOTHER))
             continue
-        said |= fields
+        fields_so_far |= fields
         yield from entries
 
 
-def _arguments(found: Built, place: Path) -> Iterator[Entry]:
-    arguments = {name: item for name, item in found.arguments.items() if item is not None}
+def _arguments(callback: Built, place: Path) -> Iterator[Entry]:
+    arguments = {name: item for name, item in callback.arguments.items() if item is not None}
     steps, time, top = (
         arguments.get("every_n_train_steps"),
         arguments.get("train_time_interval"),
@@ -54,7 +54,7 @@ def _arguments(found: Built, place: Path) -> Iterator[Entry]:
     )
 
     def entry(name: str, effect: KeyEffect) -> Entry:
-        at = (*place, *found.inside.get(name, ()), name)
+        at = (*place, *callback.inside.get(name, ()), name)
         return Entry(at, arguments.get(name), effect, assumed=name not in arguments)
 
     if top == 0:
@@ -63,7 +63,7 @@ def _arguments(found: Built, place: Path) -> Iterator[Entry]:
         if "dirpath" in arguments:
             yield entry("dirpath", KeyEffect(fields={"checkpoint.dir": text(arguments["dirpath"])}))
         if not steps and time is None:
-            yield Entry(place, found.path, KeyEffect(Fit.NEEDS_INPUT, _EPOCHS))
+            yield Entry(place, callback.path, KeyEffect(Fit.NEEDS_INPUT, _EPOCHS))
             return
         if "dirpath" not in arguments:
             yield entry(
@@ -76,7 +76,7 @@ def _arguments(found: Built, place: Path) -> Iterator[Entry]:
             yield entry("train_time_interval", KeyEffect(fields={"checkpoint.every_minutes": minutes_of(time)}))
         yield _kept(arguments, entry)
     except Unreadable as error:
-        yield Entry(place, found.path, KeyEffect(Fit.UNSUPPORTED, f"has an argument that {error}"))
+        yield Entry(place, callback.path, KeyEffect(Fit.UNSUPPORTED, f"has an argument that {error}"))
 
 
 def _kept(arguments: Mapping[str, Any], entry: Any) -> Entry:
@@ -94,10 +94,10 @@ def _kept(arguments: Mapping[str, Any], entry: Any) -> Entry:
 
 def minutes_of(value: Any) -> float:
     """A `timedelta`, as jsonargparse reads it from text."""
-    found = _TIME.fullmatch(value.strip()) if isinstance(value, str) else None
-    if found is None:
+    match = _TIME.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
         raise Unreadable(f"must be a time such as '1:30:00', got train_time_interval {shown(value)}; write one")
-    parts = {name: float(item) for name, item in found.groupdict().items() if item}
+    parts = {name: float(item) for name, item in match.groupdict().items() if item}
     try:
         minutes = timedelta(**parts) / timedelta(minutes=1)
     except OverflowError:

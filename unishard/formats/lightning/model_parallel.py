@@ -16,15 +16,15 @@ _WRITTEN = "configure_model calls fully_shard there; here every block is a unit"
 _TENSOR = "tensor parallelism is not supported; write tensor_parallel_size: 1"
 
 
-def _tensor(value: Any, given: DocumentValues) -> KeyEffect:
-    if value in ("auto", None) and given.topology is not None and given.topology.local_world_size == 1:
+def _tensor(value: Any, document: DocumentValues) -> KeyEffect:
+    if value in ("auto", None) and document.topology is not None and document.topology.local_world_size == 1:
         return left_out("one device a node, so nothing is cut")
     if value in ("auto", None) or integer(1)(value) > 1:
         return KeyEffect(Fit.UNSUPPORTED, _TENSOR)
     return left_out("nothing is cut")
 
 
-def _data(value: Any, given: DocumentValues) -> KeyEffect:
+def _data(value: Any, document: DocumentValues) -> KeyEffect:
     if value not in ("auto", None):
         integer(1)(value)
     return KeyEffect(Fit.APPROXIMATE, _WRITTEN, {"sharding.strategy": "full_shard"})
@@ -42,7 +42,7 @@ model and optimizer are set up together, so that a step moves nothing, and leave
 `no_backward_sync(enabled=False)` (2.6.6)."""
 
 
-def entries_of(given: StrategyArguments) -> Iterator[Entry]:
+def entries_of(settings: StrategyArguments) -> Iterator[Entry]:
     """What the strategy and its arguments say."""
-    yield given.named._replace(effect=KeyEffect(fields={"backend": "fsdp"}))
-    yield from given.table(ARGUMENTS, given.arguments)
+    yield settings.named._replace(effect=KeyEffect(fields={"backend": "fsdp"}))
+    yield from settings.table(ARGUMENTS, settings.arguments)

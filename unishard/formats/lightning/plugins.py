@@ -15,16 +15,16 @@ from unishard.formats.lightning.strategies import names_strategy
 _PRECISIONS = ("FSDPPrecision", "MixedPrecision", "DeepSpeedPrecision", "HalfPrecision")
 
 
-def plugins(value: Any, given: DocumentValues) -> KeyEffect:
+def plugins(value: Any, document: DocumentValues) -> KeyEffect:
     """What they say."""
     items: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
     fields: dict[str, Any] = {}
     formats = False
     for item in items:
-        found = built(item)
-        name = short(found.path) if found else shown(item)
-        if found and name in _PRECISIONS:
-            fields |= _scaler(found.arguments)
+        plugin = built(item)
+        name = short(plugin.path) if plugin else shown(item)
+        if plugin and name in _PRECISIONS:
+            fields |= _scaler(plugin.arguments)
             formats = True
         elif names_strategy(name):
             return KeyEffect(Fit.UNSUPPORTED, f"Lightning 2 no longer takes {name} as a plugin; write it as strategy")
@@ -37,20 +37,24 @@ def plugins(value: Any, given: DocumentValues) -> KeyEffect:
 
 def _scaler(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The loss scale of a plugin's `GradScaler`."""
-    found = built(arguments.get("scaler"))
-    if found is None:
+    scaler = built(arguments.get("scaler"))
+    if scaler is None:
         return {}
-    said = {
+    convertible = {
         "precision.initial_loss_scale": ("init_scale", number(1e-30)),
         "precision.loss_scale_growth_interval": ("growth_interval", integer(1)),
     }
-    return {field: convert(found.arguments[key]) for field, (key, convert) in said.items() if key in found.arguments}
+    return {
+        field: convert(scaler.arguments[key])
+        for field, (key, convert) in convertible.items()
+        if key in scaler.arguments
+    }
 
 
 def precision_in(value: Any) -> Mapping[str, Any]:
     """The word of `precision` that a plugin stands for, as a default of the Trainer's; nothing where none does."""
     for item in value if isinstance(value, list | tuple) else [value]:
-        found = built(item)
-        if found and short(found.path) in _PRECISIONS and isinstance(found.arguments.get("precision"), str):
-            return {"precision": found.arguments["precision"]}
+        plugin = built(item)
+        if plugin and short(plugin.path) in _PRECISIONS and isinstance(plugin.arguments.get("precision"), str):
+            return {"precision": plugin.arguments["precision"]}
     return {}

@@ -29,28 +29,28 @@ def word_of(value: Any) -> str:
         Unreadable: It is none that unishard computes in.
     """
     text = DEFAULT if value is None else str(value).strip().lower()
-    word = _ALIASES.get(text, text)
-    if word in _NEVER:
-        raise Unreadable(f"must be a dtype that is supported, got {word}: {_NEVER[word]}")
-    if word not in _FORMATS:
+    name = _ALIASES.get(text, text)
+    if name in _NEVER:
+        raise Unreadable(f"must be a dtype that is supported, got {name}: {_NEVER[name]}")
+    if name not in _FORMATS:
         raise Unreadable(f"must be one of {', '.join(_FORMATS)}, got {shown(value)}; write one of them")
-    return word
+    return name
 
 
-def precision(value: Any, given: DocumentValues) -> KeyEffect:
+def precision(value: Any, document: DocumentValues) -> KeyEffect:
     """What `precision` says.
 
     Under `strategy` stands what runs; with `mixed` or `fp16` behind it for FSDP with own formats.
     """
-    word, runs = word_of(value), given.get("strategy")
-    true, dtype = word.endswith("true"), _FORMATS[word]
+    dtype_word, runs = word_of(value), document.get("strategy")
+    true, dtype = dtype_word.endswith("true"), _FORMATS[dtype_word]
     if str(runs).startswith("FSDPStrategy "):
-        return _beside_own(dtype, true=true, unscaled=runs == "FSDPStrategy fp16" and word != "16-mixed")
+        return _beside_own(dtype, true=true, unscaled=runs == "FSDPStrategy fp16" and dtype_word != "16-mixed")
     fields: dict[str, Any] = {"precision.compute": dtype, "precision.master": dtype if true else "fp32"}
     fields["precision.reduce"] = dtype if true or runs == "FSDPStrategy" else "fp32"
     if runs == "FSDPStrategy" and dtype != "fp32":
         fields["precision.buffers"] = dtype
-    if word == "16-true":
+    if dtype_word == "16-true":
         return KeyEffect(Fit.EXACT, _UNSCALED, fields | {"precision.loss_scale": 1.0})
     if true:
         return KeyEffect(fields=fields)
@@ -70,11 +70,11 @@ def _beside_own(dtype: str, *, true: bool, unscaled: bool) -> KeyEffect:
     return KeyEffect(Fit.EQUIVALENT, _AUTOCAST, fields)
 
 
-def precision_section(word: str, scaling: Mapping[str, Any]) -> Native:
+def precision_section(precision_word: str, scaling: Mapping[str, Any]) -> Native:
     """What Lightning adds to a DeepSpeed config that has no such block (fabric/strategies/deepspeed.py,
     `_format_precision_config`).
     """
-    dtype = _FORMATS[word]
+    dtype = _FORMATS[precision_word]
     if dtype == "fp16":
         return {"fp16": {"enabled": True, **scaling}}
     return {"bf16": {"enabled": True}} if dtype == "bf16" else {}

@@ -56,29 +56,31 @@ _NOTHING: Mapping[str, Any] = {
 
 def optimizer_entries(value: Any, path: Path) -> Iterator[Entry]:
     """What the optimizer's class and arguments say."""
-    found = built(value)
-    if found is None:
+    optimizer = built(value)
+    if optimizer is None:
         yield Entry(path, value, UNSET if not value else KeyEffect(Fit.NEEDS_INPUT, _OTHER))
         return
-    name = _NAMES.get(short(found.path))
-    place = (*path, found.key) if found.key else path
+    name = _NAMES.get(short(optimizer.path))
+    place = (*path, optimizer.key) if optimizer.key else path
     if name is None:
-        yield Entry(place, found.path, KeyEffect(Fit.NEEDS_INPUT, _OTHER))
-        yield from _all(found, path, KeyEffect(Fit.NEEDS_INPUT, _OTHER))
+        yield Entry(place, optimizer.path, KeyEffect(Fit.NEEDS_INPUT, _OTHER))
+        yield from _all(optimizer, path, KeyEffect(Fit.NEEDS_INPUT, _OTHER))
         return
-    yield Entry(place, found.path, KeyEffect(fields={"optimizer.name": name}))
-    said = {
+    yield Entry(place, optimizer.path, KeyEffect(fields={"optimizer.name": name}))
+    arguments = {
         key: item
-        for key, item in found.arguments.items()
+        for key, item in optimizer.arguments.items()
         if item is not None and not (key in _NOTHING and item == _NOTHING[key])
     }
-    keys = {key: row for key, row in OPTIMIZER.items() if key in said or key == "lr"}
-    for entry in interpret(keys, said, tool=f"{short(found.path)} as unishard makes it", defaults=_THEIRS.get(name)):
-        yield entry.at(*path, *found.inside.get(entry.path[0], ("init_args",)), *entry.path)
-    for key in found.arguments.keys() - said.keys():
+    keys = {key: row for key, row in OPTIMIZER.items() if key in arguments or key == "lr"}
+    for entry in interpret(
+        keys, arguments, tool=f"{short(optimizer.path)} as unishard makes it", defaults=_THEIRS.get(name)
+    ):
+        yield entry.at(*path, *optimizer.inside.get(entry.path[0], ("init_args",)), *entry.path)
+    for key in optimizer.arguments.keys() - arguments.keys():
         yield Entry(
-            (*path, *found.inside[key], key),
-            found.arguments[key],
+            (*path, *optimizer.inside[key], key),
+            optimizer.arguments[key],
             left_out("is the default"),
         )
 
@@ -93,29 +95,29 @@ def scheduler_entries(value: Any, path: Path) -> Iterator[Entry]:
     LightningCLI returns it without an interval, so that it moves once an epoch (pytorch/cli.py,
     `configure_optimizers`).
     """
-    found = built(value)
-    if found is None:
+    scheduler = built(value)
+    if scheduler is None:
         yield Entry(path, value, UNSET if not value else KeyEffect(Fit.NEEDS_INPUT, _OWN))
         return
-    place = (*path, found.key) if found.key else path
-    if short(found.path) != "CosineAnnealingLR" or found.arguments.get("eta_min"):
-        yield Entry(place, found.path, KeyEffect(Fit.NEEDS_INPUT, _OWN))
-        yield from _all(found, path, KeyEffect(Fit.NEEDS_INPUT, _OWN))
+    place = (*path, scheduler.key) if scheduler.key else path
+    if short(scheduler.path) != "CosineAnnealingLR" or scheduler.arguments.get("eta_min"):
+        yield Entry(place, scheduler.path, KeyEffect(Fit.NEEDS_INPUT, _OWN))
+        yield from _all(scheduler, path, KeyEffect(Fit.NEEDS_INPUT, _OWN))
         return
     yield Entry(
         place,
-        found.path,
+        scheduler.path,
         KeyEffect(Fit.APPROXIMATE, "moves once an update, not once an epoch", {"scheduler.name": "cosine"}),
     )
-    for key, item in found.arguments.items():
+    for key, item in scheduler.arguments.items():
         steps = Undecided(f"T_max ({item} epochs) times the optimizer steps of an epoch")
         effect = KeyEffect(Fit.NEEDS_INPUT, _EPOCHS, {"scheduler.total_steps": steps}) if key == "T_max" else UNSET
-        yield Entry((*path, *found.inside[key], key), item, effect)
+        yield Entry((*path, *scheduler.inside[key], key), item, effect)
 
 
-def _all(found: Built, path: Path, effect: KeyEffect) -> Iterator[Entry]:
-    for key, item in found.arguments.items():
-        yield Entry((*path, *found.inside[key], key), item, effect)
+def _all(instance: Built, path: Path, effect: KeyEffect) -> Iterator[Entry]:
+    for key, item in instance.arguments.items():
+        yield Entry((*path, *instance.inside[key], key), item, effect)
 
 
 RECIPES: Mapping[str, Callable[[Any, Path], Iterator[Entry]]] = {

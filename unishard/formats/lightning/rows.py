@@ -10,7 +10,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.rules import SCRIPT, Fit
 
 UNSET = left_out("is not set")
-ELSEWHERE = Key(lambda value, given: UNSET)
+ELSEWHERE = Key(lambda value, document: UNSET)
 """The row of a key that another table reads."""
 
 
@@ -23,22 +23,22 @@ def optional(
     read: Callable[[Any, DocumentValues], KeyEffect], fields: str = "", fit: Fit = Fit.EXACT, note: str = ""
 ) -> Key:
     """A row that has nothing to say where the value is null."""
-    return Key(lambda value, given: UNSET if value is None else read(value, given), fields, fit, note)
+    return Key(lambda value, document: UNSET if value is None else read(value, document), fields, fit, note)
 
 
 def left(why: str) -> Key:
     """A key that concerns only a launcher, a log, or files."""
-    return optional(lambda value, given: left_out(why), "", Fit.IGNORED, why)
+    return optional(lambda value, document: left_out(why), "", Fit.IGNORED, why)
 
 
-def by_script(what: str, *idle: Any) -> Key:
+def by_script(note: str, *idle: Any) -> Key:
     """Something that the training script must do, unless the value is one of those with which there is nothing to
     do.
     """
 
-    def read(value: Any, given: DocumentValues) -> KeyEffect:
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
         if off(value) or value in idle:
             return left_out("is off")
-        return KeyEffect(Fit.NEEDS_INPUT, what.format(value=shown(value)))
+        return KeyEffect(Fit.NEEDS_INPUT, note.format(value=shown(value)))
 
-    return optional(read, SCRIPT, Fit.NEEDS_INPUT, what.format(value="..."))
+    return optional(read, SCRIPT, Fit.NEEDS_INPUT, note.format(value="..."))

@@ -59,7 +59,7 @@ def _section(value: Any) -> bool:
 
 
 def _at(data: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    found: Any = data
+    value: Any = data
     for name in path:
-        found = found[name]
-    return found  # type: ignore[no-any-return]  # `of` has looked
+        value = value[name]
+    return value  # type: ignore[no-any-return]  # `of` has looked

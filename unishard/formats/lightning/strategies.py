@@ -87,15 +87,15 @@ class Strategy(NamedTuple):
     """The arguments that its name stands for."""
 
 
-def names_strategy(word: Any) -> bool:
+def names_strategy(value: Any) -> bool:
     """Whether a word or a class is the name of a strategy, of Lightning 1 or 2."""
-    return str(word).lower() in (NAMES.keys() | _NEVER.keys()) - {"auto"} or short(word) in {
+    return str(value).lower() in (NAMES.keys() | _NEVER.keys()) - {"auto"} or short(value) in {
         *CLASSES,
         *_RENAMED_CLASSES,
     }
 
 
-def strategy_of(found: Built | None, value: Any, *, fabric: bool) -> Strategy:
+def strategy_of(instance: Built | None, value: Any, *, fabric: bool) -> Strategy:
     """What a strategy's name or class runs.
 
     Raises:
@@ -103,15 +103,15 @@ def strategy_of(found: Built | None, value: Any, *, fabric: bool) -> Strategy:
     """
     if value is None:
         return Strategy("DDPStrategy", fabric, {})
-    if found is None:
+    if instance is None:
         raise Unreadable(
             f"must be a strategy's name or class, got {shown(value)}; write fsdp, or class_path and init_args"
         )
-    class_ = short(found.path)
+    class_ = short(instance.path)
     if class_ in CLASSES:
-        return Strategy(CLASSES[class_], fabric or ".fabric." in found.path or "_fabric" in found.path, {})
-    name = found.path.lower()
-    if name in NAMES and not found.key:
+        return Strategy(CLASSES[class_], fabric or ".fabric." in instance.path or "_fabric" in instance.path, {})
+    name = instance.path.lower()
+    if name in NAMES and not instance.key:
         runs, stands_for = NAMES[name]
         return Strategy(runs, fabric or name == "deepspeed_stage_1_offload", stands_for)
     if name in _NEVER:
@@ -120,7 +120,7 @@ def strategy_of(found: Built | None, value: Any, *, fabric: bool) -> Strategy:
         raise Unreadable(
             f"must be a strategy that is supported: Lightning 2 has renamed it; write {_RENAMED_CLASSES[class_]}"
         )
-    raise Unreadable(f"must be a strategy of Lightning 2.6.6, got {shown(found.path)}; {_hint(class_)}")
+    raise Unreadable(f"must be a strategy of Lightning 2.6.6, got {shown(instance.path)}; {_hint(class_)}")
 
 
 def _hint(class_: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, Key, KeyEffect, Path, interpret
-from unishard.formats.engine_block import EngineBlock, Spot, combined
+from unishard.formats.engine_block import EngineBlock, SourceKey, combined
 from unishard.formats.lightning.keys import TOOL
 from unishard.formats.lightning.rows import ELSEWHERE
 from unishard.formats.lightning.strategies import Strategy
@@ -53,20 +53,20 @@ class StrategyArguments(NamedTuple):
             name = entry.path[0]
             yield entry._replace(path=(*self.place(name), *entry.path[1:]), value=written.get(name, entry.value))
 
-    def name_spot(self, block: EngineBlock) -> Spot:
+    def name_key(self, block: EngineBlock) -> SourceKey:
         """The strategy's name, which says the engine, and what it stands for."""
-        return Spot(self.named.path, self.named.value, self.named.assumed, fields={"backend": block.engine})
+        return SourceKey(self.named.path, self.named.value, self.named.assumed, fields={"backend": block.engine})
 
-    def spots(self, block: EngineBlock, *names: str) -> list[Spot]:
+    def source_keys(self, block: EngineBlock, *names: str) -> list[SourceKey]:
         """The arguments that say something, or the strategy's name."""
-        written = [Spot(self.place(name), self.arguments[name]) for name in names if name in self.arguments]
-        return written or [self.name_spot(block)]
+        written = [SourceKey(self.place(name), self.arguments[name]) for name in names if name in self.arguments]
+        return written or [self.name_key(block)]
 
     def with_name(self, block: EngineBlock, entries: list[Entry]) -> list[Entry]:
         """The entries, that of the strategy's name first, also where no argument comes from it."""
         if any(entry.path == self.named.path for entry in entries):
             return sorted(entries, key=lambda entry: entry.path != self.named.path)
-        return [combined(self.name_spot(block), []), *entries]
+        return [combined(self.name_key(block), []), *entries]
 
 
 def _as_one_value(value: Any) -> Any:

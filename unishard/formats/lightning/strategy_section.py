@@ -30,27 +30,27 @@ class StrategySection:
 
     def read(self) -> tuple[Strategy | None, list[Entry]]:
         """The strategy; or None, and what says that it is refused."""
-        found = self._built()
+        instance = self._built()
         try:
-            return strategy_of(found, self._value(), fabric="fabric" in self.shape.trainer), []
+            return strategy_of(instance, self._value(), fabric="fabric" in self.shape.trainer), []
         except Unreadable as error:
-            named = self._named(found)._replace(effect=KeyEffect(Fit.UNSUPPORTED, str(error)))
+            named = self._named(instance)._replace(effect=KeyEffect(Fit.UNSUPPORTED, str(error)))
             lost = KeyEffect(Fit.IGNORED, "belongs to the strategy that is refused")
-            arguments = found.arguments if found else {}
-            return None, [named, *(Entry(self._place(found, name), item, lost) for name, item in arguments.items())]
+            arguments = instance.arguments if instance else {}
+            return None, [named, *(Entry(self._place(instance, name), item, lost) for name, item in arguments.items())]
 
     def arguments(
         self, strategy: Strategy, topology: Topology | None, folder: Path | None, precision: Entry | None
     ) -> StrategyArguments:
         """Its arguments, for its reader."""
-        found = self._built()
-        arguments = found.arguments if found else {}
+        instance = self._built()
+        arguments = instance.arguments if instance else {}
         return StrategyArguments(
             strategy,
-            self._named(found),
+            self._named(instance),
             arguments,
-            {name: self._place(found, name) for name in arguments},
-            (*self.shape.strategy, "init_args") if found and found.key else self.shape.strategy,
+            {name: self._place(instance, name) for name in arguments},
+            (*self.shape.strategy, "init_args") if instance and instance.key else self.shape.strategy,
             topology,
             folder,
             precision,
@@ -58,13 +58,13 @@ class StrategySection:
 
     def flat_arguments(self) -> set[str]:
         """The names of arguments that stand beside the class and not in a section of their own."""
-        found = self._built()
-        return {name for name in found.arguments if not found.inside[name]} if found else set()
+        instance = self._built()
+        return {name for name in instance.arguments if not instance.inside[name]} if instance else set()
 
     def own_formats(self) -> str:
         """`mixed`, or `fp16` for one that computes in it, where FSDP has its own dtypes; empty otherwise."""
-        found = self._built()
-        own = found.arguments.get("mixed_precision") if found else None
+        instance = self._built()
+        own = instance.arguments.get("mixed_precision") if instance else None
         formats = built(own)
         if not own:
             return ""
@@ -78,18 +78,18 @@ class StrategySection:
         """Keys beside a class and its arguments, which jsonargparse refuses, and sections of arguments that are
         empty.
         """
-        found, value = self._built(), self._value()
-        if found is None or not isinstance(value, Mapping):
+        instance, value = self._built(), self._value()
+        if instance is None or not isinstance(value, Mapping):
             return
         for name in ARGUMENTS:
             if name in value and not (isinstance(value[name], Mapping) and value[name]):
                 yield Entry((*self.shape.strategy, name), value[name], _empty(value[name]))
-        if self.shape.bare and "strategy" in value and found.inside.get("strategy") != ():
-            note = f"repeats {found.key}, which names the strategy; keep one of the two"
+        if self.shape.bare and "strategy" in value and instance.inside.get("strategy") != ():
+            note = f"repeats {instance.key}, which names the strategy; keep one of the two"
             yield Entry((*self.shape.strategy, "strategy"), value["strategy"], KeyEffect(Fit.UNSUPPORTED, note))
         if not self.shape.bare:
-            for name in found.others:
-                note = f"{TOOL} does not know this key beside {found.key}; write it below init_args"
+            for name in instance.others:
+                note = f"{TOOL} does not know this key beside {instance.key}; write it below init_args"
                 yield Entry((*self.shape.strategy, name), value[name], KeyEffect(Fit.UNSUPPORTED, note))
 
     def _value(self) -> Any:
@@ -98,23 +98,23 @@ class StrategySection:
         return trainer if self.shape.bare else trainer.get("strategy")
 
     def _built(self) -> Built | None:
-        found = built(self._value())
-        if found is None or not self.shape.bare:
-            return found
+        instance = built(self._value())
+        if instance is None or not self.shape.bare:
+            return instance
         theirs = {
             name: item
-            for name, item in found.arguments.items()
-            if found.inside[name] or name not in {*TRAINER, *REMOVED, *BESIDE, *RECIPES}
+            for name, item in instance.arguments.items()
+            if instance.inside[name] or name not in {*TRAINER, *REMOVED, *BESIDE, *RECIPES}
         }
-        return found._replace(arguments=theirs)
+        return instance._replace(arguments=theirs)
 
-    def _named(self, found: Built | None) -> Entry:
-        path = (*self.shape.strategy, found.key) if found and found.key else self.shape.strategy
+    def _named(self, instance: Built | None) -> Entry:
+        path = (*self.shape.strategy, instance.key) if instance and instance.key else self.shape.strategy
         written = self.shape.bare or "strategy" in self.shape.trainer_in(self.data)
-        return Entry(path, found.path if found else self._value(), KeyEffect(), assumed=not written)
+        return Entry(path, instance.path if instance else self._value(), KeyEffect(), assumed=not written)
 
-    def _place(self, found: Built | None, name: str) -> tuple[str, ...]:
-        return (*self.shape.strategy, *(found.inside[name] if found else ()), name)
+    def _place(self, instance: Built | None, name: str) -> tuple[str, ...]:
+        return (*self.shape.strategy, *(instance.inside[name] if instance else ()), name)
 
 
 def _empty(value: Any) -> KeyEffect:

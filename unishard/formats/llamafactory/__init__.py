@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from unishard.formats.format import Deferred
 from unishard.formats.hf import FORMAT as ARGUMENTS
-from unishard.formats.signs import Signs, beside, weighted
+from unishard.formats.markers import Markers, beside, weighted
 
 __all__ = ["FORMAT"]
 
-_SIGNS = weighted(
+_MARKERS = weighted(
     {
         4: "finetuning_type",
         3: "cutoff_len neat_packing dataset_dir plot_loss freeze_trainable_layers",
@@ -16,4 +16,4 @@ _SIGNS = weighted(
     }
 )
 
-FORMAT = Deferred("llamafactory", Signs(_SIGNS, beside(ARGUMENTS.signs, _SIGNS)))
+FORMAT = Deferred("llamafactory", Markers(_MARKERS, beside(ARGUMENTS.markers, _MARKERS)))

@@ -7,7 +7,7 @@ from typing import Any
 
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, left_out
-from unishard.contract.render import AUTO, FieldResult, WrittenDocument
+from unishard.contract.render import AUTO, FieldResult, RenderedDocument
 from unishard.contract.rules import NO_KEY, Fit
 from unishard.formats.hf.dialects import LLAMAFACTORY, MODE, SHARING
 from unishard.formats.hf.format import ScriptFormat, is_whole
@@ -37,36 +37,40 @@ class LlamaFactoryFormat(ScriptFormat):
         config = shipped_config(source)
         if config is None:
             return _pure(super().entries(source, topology), source.data)
-        found = super().entries(source._replace(data={**source.data, DEEPSPEED: config}), topology)
-        return told(_pure(found, source.data), source.data[DEEPSPEED], self.tool)
+        entries = super().entries(source._replace(data={**source.data, DEEPSPEED: config}), topology)
+        return told(_pure(entries, source.data), source.data[DEEPSPEED], self.tool)
 
-    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
+    def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """The arguments that train, with LLaMA-Factory's own switch for checkpointed layers."""
-        said = _with_sharing(super().write(reading, topology), reading)
+        rendered = _with_sharing(super().write(reading, topology), reading)
         off = reading.config.activation_checkpointing == "none"
-        silent = off and reading.decides(_RECOMPUTES) and is_whole(said.document)
-        if _RECOMPUTES not in said.fields and not silent:
-            return said
-        document = {key: value for key, value in said.document.items() if not key.startswith("gradient_checkpointing")}
+        silent = off and reading.decides(_RECOMPUTES) and is_whole(rendered.document)
+        if _RECOMPUTES not in rendered.fields and not silent:
+            return rendered
+        document = {
+            key: value for key, value in rendered.document.items() if not key.startswith("gradient_checkpointing")
+        }
         document[_SWITCH] = off
-        words = {path: word for path, word in said.fields.items() if not word.key.startswith("gradient_checkpointing")}
-        word = said.fields.get(_RECOMPUTES, FieldResult(Fit.EXACT, "", ""))
-        if _OFFLOADED in said.fields and _OFFLOADED not in words and reading.config.offload.activations != "none":
+        words = {
+            path: word for path, word in rendered.fields.items() if not word.key.startswith("gradient_checkpointing")
+        }
+        result = rendered.fields.get(_RECOMPUTES, FieldResult(Fit.EXACT, "", ""))
+        if _OFFLOADED in rendered.fields and _OFFLOADED not in words and reading.config.offload.activations != "none":
             words[_OFFLOADED] = FieldResult(Fit.APPROXIMATE, NO_KEY, "activations stay on the device: the same losses")
-        return WrittenDocument(document, {**words, _RECOMPUTES: word._replace(key=_SWITCH)})
+        return RenderedDocument(document, {**words, _RECOMPUTES: result._replace(key=_SWITCH)})
 
 
-def _with_sharing(said: WrittenDocument, reading: ReadDocument) -> WrittenDocument:
+def _with_sharing(rendered: RenderedDocument, reading: ReadDocument) -> RenderedDocument:
     """The document with the ranks that share samples."""
     section = reading.config.parallel.sequence
     if not section.on:
-        return said
+        return rendered
     mode = "zigzag-ring" if section.method == "allgather" else "ulysses"
     words = {
         "parallel.sequence.size": FieldResult(Fit.EXACT, SHARING, _FORK),
         "parallel.sequence.method": FieldResult(Fit.EQUIVALENT, MODE, "the same math, other traffic"),
     }
-    return WrittenDocument({**said.document, SHARING: section.size, MODE: mode}, {**said.fields, **words})
+    return RenderedDocument({**rendered.document, SHARING: section.size, MODE: mode}, {**rendered.fields, **words})
 
 
 _FORK = "only 360-LLaMA-Factory knows the key"

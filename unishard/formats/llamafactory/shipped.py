@@ -18,8 +18,8 @@ from unishard.formats.source import Source, open_named
 def _shipped() -> Mapping[str, Mapping[str, Any]]:
     """What the files hold, by the names that people write."""
     file = Path(__file__).parent / "shipped.json"
-    found: Mapping[str, Mapping[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+    configs: Mapping[str, Mapping[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return configs
 
 
 def shipped_config(source: Source) -> Mapping[str, Any] | None:

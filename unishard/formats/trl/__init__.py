@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from unishard.formats.format import Deferred
 from unishard.formats.hf import FORMAT as ARGUMENTS
-from unishard.formats.signs import Signs, beside, weighted
+from unishard.formats.markers import Markers, beside, weighted
 
 __all__ = ["FORMAT"]
 
-_SIGNS = weighted(
+_MARKERS = weighted(
     {
         3: (
             "assistant_only_loss completion_only_loss dataset_mixture dataset_mixer packing_strategy use_peft "
@@ -21,4 +21,4 @@ _SIGNS = weighted(
     }
 )
 
-FORMAT = Deferred("trl", Signs(_SIGNS, beside(ARGUMENTS.signs, _SIGNS)))
+FORMAT = Deferred("trl", Markers(_MARKERS, beside(ARGUMENTS.markers, _MARKERS)))

@@ -7,7 +7,7 @@ from typing import Any
 
 from unishard.config.topology import Topology
 from unishard.contract.entries import Key
-from unishard.contract.render import FieldResult, WrittenDocument
+from unishard.contract.render import FieldResult, RenderedDocument
 from unishard.contract.rules import Fit
 from unishard.formats.hf.dialects import DIALECT, LOADED
 from unishard.formats.hf.format import ScriptFormat
@@ -42,15 +42,15 @@ class TrlFormat(ScriptFormat):
         rate = next((rate for rate, keys in _KINDS.items() if any(key in data for key in keys)), _SFT)
         return {"bf16": off(data.get("fp16")), "gradient_checkpointing": True, "learning_rate": rate}
 
-    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
+    def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """The arguments that train, with TRL's own switch for activations in host memory."""
-        said = super().write(reading, topology)
-        if _OFFLOADED not in said.fields or reading.config.offload.activations == "none":
-            return said
-        document = {**said.document, _SWITCH: True}
+        rendered = super().write(reading, topology)
+        if _OFFLOADED not in rendered.fields or reading.config.offload.activations == "none":
+            return rendered
+        document = {**rendered.document, _SWITCH: True}
         if _ARGUMENTS in document:  # transformers would offload them once more
             document[_ARGUMENTS] = {name: it for name, it in document[_ARGUMENTS].items() if name != "offload"}
-        return WrittenDocument(document, {**said.fields, _OFFLOADED: FieldResult(Fit.EXACT, _SWITCH, "")})
+        return RenderedDocument(document, {**rendered.fields, _OFFLOADED: FieldResult(Fit.EXACT, _SWITCH, "")})
 
 
 FORMAT = TrlFormat()

@@ -7,7 +7,7 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.formats.format import Deferred
-from unishard.formats.signs import Signs, weighted
+from unishard.formats.markers import Markers, weighted
 
 __all__ = ["FORMAT"]
 
@@ -24,7 +24,7 @@ def _only_fields(data: Mapping[str, Any]) -> int:
     return _SURE * (bool(data) and set(data) <= set(known) and inner)
 
 
-_SIGNS = weighted(
+_MARKERS = weighted(
     {
         3: "backend sharding precision.compute native training.micro_batch_size training.gradient_clipping",
         2: "offload communication",
@@ -32,4 +32,4 @@ _SIGNS = weighted(
     }
 )
 
-FORMAT = Deferred("unishard", Signs(_SIGNS, _only_fields))
+FORMAT = Deferred("unishard", Markers(_MARKERS, _only_fields))

@@ -19,15 +19,15 @@ from unishard.config.nested import Native, flat, merge, nested
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.entries import Entry, KeyEffect, Path, Undecided
-from unishard.contract.render import FieldResult, WrittenDocument
+from unishard.contract.render import FieldResult, RenderedDocument
 from unishard.contract.rules import Fit
 from unishard.contract.templates import placeholders_in
 from unishard.errors import ConfigError, Problem
 from unishard.formats.documents import inline_yaml, yaml_text
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
+from unishard.formats.markers import Coverage
 from unishard.formats.reading import ReadDocument, assemble, default_of
-from unishard.formats.signs import Explained
 from unishard.formats.source import Source
 from unishard.version import __version__
 
@@ -63,10 +63,10 @@ class UnishardFormat(Format):
         )
         return reading if topology else reading._replace(topology=_launched(reading.config))
 
-    def explained(self, source: Source) -> Explained:
+    def coverage(self, source: Source) -> Coverage:
         """How many of the sections are the config's, or the user's own."""
         unknown = tuple(key for key in source.data if key not in Config.model_fields and not key.startswith("x-"))
-        return Explained(1 - len(unknown) / max(len(source.data), 1), unknown)
+        return Coverage(1 - len(unknown) / max(len(source.data), 1), unknown)
 
     def launch(self, reading: ReadDocument) -> Launch:
         """What the section `launch` says."""
@@ -84,7 +84,7 @@ class UnishardFormat(Format):
             max_restarts=launch.max_restarts,
         )
 
-    def write(self, reading: ReadDocument, topology: Topology) -> WrittenDocument:
+    def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """The fields that the source decides, in the order of the schema, and what the chosen engine makes of each."""
         config = reading.config
         rules = registry.get(config.backend).rules
@@ -93,15 +93,15 @@ class UnishardFormat(Format):
             fit, note = rule.outcome(path, config)
             words[path] = FieldResult(fit, path, note)
         for path, _ in leaves(Config):
-            if found := placeholders_in(str(value_at(config, path))):
+            if placeholders := placeholders_in(str(value_at(config, path))):
                 note = (
-                    f"holds {' and '.join(found)}, which unishard does not fill in; write the value, or add --set "
-                    f"{path}=..."
+                    f"holds {' and '.join(placeholders)}, which unishard does not fill in; write the value, or add "
+                    f"--set {path}=..."
                 )
                 words[path] = FieldResult(Fit.NEEDS_INPUT, path, note)
         for path in reading.undecided:
             words[path] = FieldResult(Fit.NEEDS_INPUT, path, f"write it, or add --set {path}=...")
-        return WrittenDocument(_document(reading), words)
+        return RenderedDocument(_document(reading), words)
 
     def render(self, document: Native, reading: ReadDocument) -> str:
         """YAML, with a comment at each value that needs a decision."""
@@ -120,8 +120,8 @@ def _value_in(document: Any, path: Path) -> Any:
 
 def _launched(cfg: Config) -> Topology | None:
     """The ranks that `launch` starts; None where it leaves them open."""
-    each = cfg.launch.processes_per_node
-    return None if each is None else Topology(cfg.launch.max_nodes * each, each)
+    per_node = cfg.launch.processes_per_node
+    return None if per_node is None else Topology(cfg.launch.max_nodes * per_node, per_node)
 
 
 def _placeholders(data: Mapping[str, Any]) -> Iterator[tuple[str, Undecided]]:
@@ -145,14 +145,14 @@ def _validated(
     source: Source, undecided: Collection[str], stand_ins: Mapping[str, Any]
 ) -> tuple[Config | None, list[Problem]]:
     document = without_own_sections(from_mapping(_filled(source.data, undecided, stand_ins)))
-    found = document.findings
+    findings = document.findings
     config = None
     try:
         config = Config.parse(document.data)
     except ValidationError as error:
-        found += findings_of(error, document.data)
-    return None if found else config, [
-        Problem(dotted(one.path), one.what, str(source.origins.of(one.path))) for one in found
+        findings += findings_of(error, document.data)
+    return None if findings else config, [
+        Problem(dotted(one.path), one.what, str(source.origins.of(one.path))) for one in findings
     ]
 
 
@@ -218,9 +218,9 @@ def _settings(settings: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[P
 
 
 def _defaults(config: Config, written: Iterable[Entry]) -> Iterator[Entry]:
-    said = {field for entry in written for field in entry.effect.fields} | {"native"}
+    fields = {field for entry in written for field in entry.effect.fields} | {"native"}
     for path in _LEAVES:
-        if path not in said:
+        if path not in fields:
             yield Entry(
                 tuple(path.split(".")),
                 value_at(config, path),

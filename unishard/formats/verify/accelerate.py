@@ -28,27 +28,27 @@ def settings_of(text: str, folder: Path | None, ranks: int) -> dict[str, Any]:
     with TemporaryDirectory() as place, _inside(folder):
         path = Path(place) / "accelerate.yaml"
         path.write_text(text, encoding="utf-8")
-        said = [] if re.search(r"\bnum_processes\b", text) else ["--num_processes", str(ranks)]
-        with _launched(path, said) as found:
-            return _settings(found, ranks)
+        options = [] if re.search(r"\bnum_processes\b", text) else ["--num_processes", str(ranks)]
+        with _launched(path, options) as environment:
+            return _settings(environment, ranks)
 
 
 def _settings(environment: dict[str, str], ranks: int) -> dict[str, Any]:
     from accelerate.utils.dataclasses import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
-    word = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    compute = {"precision.compute": _WORDS.get(word, word)}
+    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    compute = {"precision.compute": _WORDS.get(precision, precision)}
     if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
         plugin = DeepSpeedPlugin()
         if "ACCELERATE_DEEPSPEED_CONFIG_FILE" not in environment:
-            plugin.set_mixed_precision(word)
+            plugin.set_mixed_precision(precision)
         document = {**plugin.deepspeed_config, "steps_per_print": 10}
-        found = dict(deepspeed_settings(_without_none(document), ranks))
+        settings = dict(deepspeed_settings(_without_none(document), ranks))
         if document.get("gradient_clipping") == AUTO:
-            found["training.gradient_clipping"] = 1.0
+            settings["training.gradient_clipping"] = 1.0
         if "ACCELERATE_DEEPSPEED_CONFIG_FILE" not in environment:
-            found["training.micro_batch_size"] = AUTO
-        return found
+            settings["training.micro_batch_size"] = AUTO
+        return settings
     if environment.get("ACCELERATE_USE_FSDP") == "true":
         groups = environment.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")
         return compute | fsdp_settings(FullyShardedDataParallelPlugin(), replicated=groups != "1")
@@ -81,9 +81,9 @@ def _launched(path: Path, options: Sequence[str]) -> Iterator[dict[str, str]]:
         del os.environ[name]
     try:
         with redirect_stdout(StringIO()):
-            found = _environment(path, options) | _ANYWHERE
-        os.environ.update(found)
-        yield found
+            variables = _environment(path, options) | _ANYWHERE
+        os.environ.update(variables)
+        yield variables
     finally:
         os.environ.clear()
         os.environ.update(before)

@@ -76,22 +76,22 @@ def verify(outcome: Outcome) -> Verification:
         source = source._replace(refused=effective.refused)
     if effective.missing or effective.refused:
         return Verification((), source, effective, open_)
-    said = dict(source.settings)
+    settings = dict(source.settings)
     if _in_one_group(outcome):
         source, effective = _without_groups(source), _without_groups(effective)
-        said = dict(source.settings)
-    if said.get("sharding.strategy", "no_shard") != "no_shard" and _UNITS not in said:
-        said[_UNITS] = "auto"  # ZeRO gathers the parameters of each module
+        settings = dict(source.settings)
+    if settings.get("sharding.strategy", "no_shard") != "no_shard" and _UNITS not in settings:
+        settings[_UNITS] = "auto"  # ZeRO gathers the parameters of each module
     written = _in_the_file(outcome)
     reported = _reported(outcome)
     rows = []
-    for field in dict.fromkeys((*said, *effective.settings)):
-        one, other = said.get(field, _ABSENT), effective.settings.get(field, _ABSENT)
+    for field in dict.fromkeys((*settings, *effective.settings)):
+        before, after = settings.get(field, _ABSENT), effective.settings.get(field, _ABSENT)
         left = (
-            field != _UNITS and one == AUTO and (outcome.to == "hf" or field not in outcome.reading.decided)
+            field != _UNITS and before == AUTO and (outcome.to == "hf" or field not in outcome.reading.decided)
         )  # to the script, or who decides for it
-        differs = not left and _differ(field, one, other)
-        shown = [None if value is _ABSENT else value for value in (one, other)]
+        differs = not left and _differ(field, before, after)
+        shown = [None if value is _ABSENT else value for value in (before, after)]
         rows.append(ComparedSetting(field, shown[0], written.get(field), shown[1], differs, field in reported))
     return Verification(tuple(rows), source, effective, open_)
 
@@ -104,10 +104,10 @@ def _in_the_file(outcome: Outcome) -> dict[str, Any]:
         back = read_back(catalog.get(outcome.to), outcome.document, outcome.reading)
     except ConfigError:
         return {}
-    said = {
+    fields = {
         field for entry in back.entries if not entry.assumed for field in entry.effect.fields
     } - back.undecided.keys()
-    return {field: value for field, value in of_config(back.config).items() if field in said}
+    return {field: value for field, value in of_config(back.config).items() if field in fields}
 
 
 def _unchanged(outcome: Outcome) -> bool:
@@ -125,44 +125,44 @@ def _in_one_group(outcome: Outcome) -> bool:
     return ranks is not None and (size or ranks.local_world_size) == ranks.world_size
 
 
-def _without_groups(found: Effective) -> Effective:
+def _without_groups(effective: Effective) -> Effective:
     """Groups of all ranks are no groups."""
-    strategy = found.settings.get("sharding.strategy")
+    strategy = effective.settings.get("sharding.strategy")
     if not isinstance(strategy, str) or not strategy.startswith("hybrid_"):
-        return found
+        return effective
     whole = {"hybrid_shard": "full_shard", f"hybrid_{KEPT}": KEPT}.get(strategy, strategy.removeprefix("hybrid_"))
-    return found._replace(settings={**found.settings, "sharding.strategy": whole})
+    return effective._replace(settings={**effective.settings, "sharding.strategy": whole})
 
 
-def _differ(field: str, one: Any, other: Any) -> bool:
-    if one is _ABSENT or other is _ABSENT or is_placeholder(other):
+def _differ(field: str, before: Any, after: Any) -> bool:
+    if before is _ABSENT or after is _ABSENT or is_placeholder(after):
         return False
     if field == _UNITS:
-        listed = isinstance(one, list) and isinstance(other, list)
-        return not same(one, other) if listed else (one == "none") is not (other == "none")
-    if field == "sharding.strategy" and KEPT in (one, other):
-        return not {one, other} <= {KEPT, "shard_grad_op"}
-    return not same(one, other)
+        listed = isinstance(before, list) and isinstance(after, list)
+        return not same(before, after) if listed else (before == "none") is not (after == "none")
+    if field == "sharding.strategy" and KEPT in (before, after):
+        return not {before, after} <= {KEPT, "shard_grad_op"}
+    return not same(before, after)
 
 
 def _reported(outcome: Outcome) -> set[str]:
     """The fields of which a line of the report says that they are not kept as they are, or that were asked to
     change.
     """
-    found = {text.partition("=")[0].strip() for text in outcome.overrides}
-    for section in [field for field in found if "." not in field]:
-        found |= {field for field in of_config(outcome.reading.config) if field.startswith(f"{section}.")}
+    reported = {text.partition("=")[0].strip() for text in outcome.overrides}
+    for section in [field for field in reported if "." not in field]:
+        reported |= {field for field in of_config(outcome.reading.config) if field.startswith(f"{section}.")}
     for item in outcome.items:
         fields = {*item.entry.effect.fields, *item.entry.effect.decides}
         if item.place:
-            found |= fields
+            reported |= fields
         if item.fit is Fit.EQUIVALENT:
-            found |= fields & set(_LAYOUT)
+            reported |= fields & set(_LAYOUT)
         elif item.fit is not Fit.EXACT:
-            found |= fields
-    found |= {change.field for change in outcome.changes}
-    if "precision.compute" in found:
-        found.add("precision.loss_scale")
-    if "sharding.reshard_after_forward" in found:
-        found.add("sharding.strategy")
-    return found
+            reported |= fields
+    reported |= {change.field for change in outcome.changes}
+    if "precision.compute" in reported:
+        reported.add("precision.loss_scale")
+    if "sharding.reshard_after_forward" in reported:
+        reported.add("sharding.strategy")
+    return reported

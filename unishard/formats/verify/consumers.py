@@ -61,18 +61,20 @@ def of_source(outcome: Outcome) -> Effective:
     """What the tool of the source makes of it; what unishard reads in it where that tool cannot be asked."""
     reading = outcome.reading
     consumer = _CONSUMERS.get(reading.format)
-    found = Effective({}, "", missing="no other reader of it is known")
+    effective = Effective({}, "", missing="no other reader of it is known")
     if consumer:
-        found = _asked(
+        effective = _asked(
             reading.format, consumer, reading.source.data, json.dumps(reading.source.data, default=str), outcome
         )
-    if not found.settings:
-        said = {
+    if not effective.settings:
+        settings = {
             field: AUTO if field in reading.undecided else value for field, value in of_config(reading.config).items()
         }
-        own = {field: value for field, value in said.items() if field in reading.decided or field == "sharding.units"}
-        return found._replace(settings=own, consumer="unishard")
-    return found
+        own = {
+            field: value for field, value in settings.items() if field in reading.decided or field == "sharding.units"
+        }
+        return effective._replace(settings=own, consumer="unishard")
+    return effective
 
 
 def read_settings(outcome: Outcome) -> Effective:
@@ -104,8 +106,8 @@ def _own(outcome: Outcome) -> Effective:
 def _parsed(text: str) -> Document:
     from unishard.config.loading.yaml_file import from_text
 
-    found: Document = from_text(text, "written").data
-    return found
+    data: Document = from_text(text, "written").data
+    return data
 
 
 def _asked(name: str, consumer: _Consumer, document: Document, text: str, outcome: Outcome) -> Effective:

@@ -40,7 +40,7 @@ def settings_of(document: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         open_ = {key for key, value in flat(document) if value == AUTO}
         config = DeepSpeedConfig(_completed(document, open_, ranks))
     zero = config.zero_config
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "sharding.strategy": _strategy(zero),
         "precision.compute": "bf16"
         if config.bfloat16_config.enabled
@@ -54,15 +54,15 @@ def settings_of(document: Mapping[str, Any], ranks: int) -> dict[str, Any]:
         "training.gradient_clipping": clipping(config.gradient_clipping),
         **_optimizer(config, top_is_open=_TOP in open_),
     }
-    if found["precision.compute"] == "fp16":
-        found["precision.loss_scale"] = config.float16_config.loss_scale or "dynamic"
+    if settings["precision.compute"] == "fp16":
+        settings["precision.loss_scale"] = config.float16_config.loss_scale or "dynamic"
     if _MICRO not in document:
-        del found["training.micro_batch_size"]  # it follows from the ranks, or the script says it
+        del settings["training.micro_batch_size"]  # it follows from the ranks, or the script says it
     if _WINDOW not in document and (_BATCH in document or _MICRO not in document):
-        del found["training.gradient_accumulation_steps"]
+        del settings["training.gradient_accumulation_steps"]
     if config.bfloat16_config.enabled or config.float16_config.enabled:
         open_ -= {"bf16.enabled", "fp16.enabled"}  # one of them is decided
-    return found | {field: AUTO for key in open_ for field in _DECIDES.get(key, ())}
+    return settings | {field: AUTO for key in open_ for field in _DECIDES.get(key, ())}
 
 
 _TOP = "scheduler.params.warmup_max_lr"
@@ -89,16 +89,18 @@ def _completed(document: Mapping[str, Any], open_: set[str], ranks: int) -> Nati
     """What DeepSpeed can be given in one process: one micro-batch where nothing says how many, and one rank's share of
     the global batch.
     """
-    given = nested({key: value for key, value in flat(document) if key not in open_})
-    if isinstance(given.get("aio"), dict):
-        given["aio"] = {key: value for key, value in given["aio"].items() if key != "use_gds"}  # which needs a GPU
-    if not {_MICRO, _BATCH} & given.keys():
-        given[_MICRO] = 1
-    if ranks == 1 and all(isinstance(given.get(key), int) for key in (_MICRO, _WINDOW, _BATCH)):
-        ranks = max(given[_BATCH] // max(given[_MICRO] * given[_WINDOW], 1), 1)  # which the three say
-    if isinstance(given.get(_BATCH), int) and given[_BATCH] % ranks == 0:
-        given[_BATCH] //= ranks
-    return given
+    completed = nested({key: value for key, value in flat(document) if key not in open_})
+    if isinstance(completed.get("aio"), dict):
+        completed["aio"] = {
+            key: value for key, value in completed["aio"].items() if key != "use_gds"
+        }  # which needs a GPU
+    if not {_MICRO, _BATCH} & completed.keys():
+        completed[_MICRO] = 1
+    if ranks == 1 and all(isinstance(completed.get(key), int) for key in (_MICRO, _WINDOW, _BATCH)):
+        ranks = max(completed[_BATCH] // max(completed[_MICRO] * completed[_WINDOW], 1), 1)  # which the three say
+    if isinstance(completed.get(_BATCH), int) and completed[_BATCH] % ranks == 0:
+        completed[_BATCH] //= ranks
+    return completed
 
 
 def _strategy(zero: Any) -> str:
@@ -112,29 +114,29 @@ def _device(block: Any) -> str:
 
 def _optimizer(config: Any, *, top_is_open: bool) -> dict[str, Any]:
     """What DeepSpeed builds itself; nothing where the training script does."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if config.optimizer_name:
         params = config.optimizer_params or {}
         name = _NAMES.get(config.optimizer_name, config.optimizer_name)
         plain = params.get("adam_w_mode") is False and name == "adamw"
-        found["optimizer.name"] = "adam" if plain else name
+        settings["optimizer.name"] = "adam" if plain else name
         torchs = params.get("torch_adam") and not plain and name == "adamw"
         defaults = {"lr": 1e-3, "weight_decay": 0.01 if torchs else 0.0}
-        found |= {f"optimizer.{key}": params.get(key, default) for key, default in defaults.items()}
+        settings |= {f"optimizer.{key}": params.get(key, default) for key, default in defaults.items()}
         if "betas" in params:
-            found["optimizer.betas"] = params["betas"]
+            settings["optimizer.betas"] = params["betas"]
     if config.scheduler_name in _SCHEDULES and config.scheduler_name:
         params = config.scheduler_params or {}
-        found["scheduler.name"] = _SCHEDULES[config.scheduler_name]
+        settings["scheduler.name"] = _SCHEDULES[config.scheduler_name]
         if config.scheduler_name.startswith("Warmup"):
-            found["scheduler.warmup_steps"] = max(2, params.get("warmup_num_steps", 1000))
+            settings["scheduler.warmup_steps"] = max(2, params.get("warmup_num_steps", 1000))
             top = params.get("warmup_max_lr", 0.001 if config.scheduler_name != "WarmupCosineLR" else None)
             if (
                 top is not None
-                and not (top_is_open and "optimizer.lr" in found)
+                and not (top_is_open and "optimizer.lr" in settings)
                 and config.scheduler_name != "WarmupCosineLR"
             ):
-                found["optimizer.lr"] = top
+                settings["optimizer.lr"] = top
         if "total_num_steps" in params:
-            found["scheduler.total_steps"] = params["total_num_steps"]
-    return found
+            settings["scheduler.total_steps"] = params["total_num_steps"]
+    return settings

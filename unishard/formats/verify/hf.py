@@ -55,21 +55,21 @@ def settings_of(document: Mapping[str, Any], folder: Path | None) -> dict[str, A
 
     known = {field.name for field in fields(TrainingArguments)}
     with TemporaryDirectory() as place, _fresh(folder):
-        given = {key: value for key, value in document.items() if key in known}
-        built = TrainingArguments(**{**given, **_OF_THE_MACHINE, "output_dir": place, "report_to": "none"})
-        found = _settings(built)
-        if given.keys() & _WHOLE:
-            return found
+        arguments = {key: value for key, value in document.items() if key in known}
+        built = TrainingArguments(**{**arguments, **_OF_THE_MACHINE, "output_dir": place, "report_to": "none"})
+        settings = _settings(built)
+        if arguments.keys() & _WHOLE:
+            return settings
         return (
-            {field: value for field, value in found.items() if field.startswith(("sharding.", "offload."))}
-            if given.keys() & _ENGINES
+            {field: value for field, value in settings.items() if field.startswith(("sharding.", "offload."))}
+            if arguments.keys() & _ENGINES
             else {}
         )
 
 
 def _settings(built: Any) -> dict[str, Any]:
     optim = str(getattr(built.optim, "value", built.optim)).removeprefix("paged_").partition("_")[0]
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "precision.compute": "bf16" if built.bf16 else "fp16" if built.fp16 else "fp32",
         "training.micro_batch_size": built.per_device_train_batch_size,
         "training.gradient_accumulation_steps": built.gradient_accumulation_steps,
@@ -83,15 +83,15 @@ def _settings(built: Any) -> dict[str, Any]:
         ),
     }
     if optim in ("adamw", "lion"):
-        found["optimizer.betas"] = (built.adam_beta1, built.adam_beta2)
+        settings["optimizer.betas"] = (built.adam_beta1, built.adam_beta2)
     if built.max_steps > 0:
-        found["scheduler.total_steps"] = built.max_steps
-        found["scheduler.warmup_steps"] = built.get_warmup_steps(built.max_steps)
+        settings["scheduler.total_steps"] = built.max_steps
+        settings["scheduler.warmup_steps"] = built.get_warmup_steps(built.max_steps)
     engine = getattr(built, "hf_deepspeed_config", None)
     if engine is not None:
         own = dict(deepspeed_settings(engine.config, 1))
-        return found | {field: value for field, value in own.items() if value != AUTO}
-    return found | (_fsdp(built.fsdp_plugin_args) if built.fsdp_plugin_args else {"sharding.strategy": "no_shard"})
+        return settings | {field: value for field, value in own.items() if value != AUTO}
+    return settings | (_fsdp(built.fsdp_plugin_args) if built.fsdp_plugin_args else {"sharding.strategy": "no_shard"})
 
 
 def _fsdp(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,17 +143,17 @@ def settings_around(document: Mapping[str, Any], folder: Path | None, tool: str)
         folder: Where it lies.
         tool: The name of its format.
     """
-    found = settings_of(_arguments(document), folder)
+    settings = settings_of(_arguments(document), folder)
     assumed = catalog.get(tool).silent(document).keys() - document.keys()  # type: ignore[attr-defined]
     unknown = {field for key in assumed for field in _DECIDES.get(key, ())}
     if "torch_dtype" in document and not {"bf16", "fp16"} & document.keys():
         unknown.add("precision.compute")
-    return {field: value for field, value in found.items() if field not in unknown}
+    return {field: value for field, value in settings.items() if field not in unknown}
 
 
 def _arguments(document: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments under the names of transformers 5: these tools also run with versions that have the older ones."""
-    found = {RENAMED.get(key, key): value for key, value in document.items() if key != _RATIO}
-    if document.get(_RATIO) and not found.get("warmup_steps"):
-        found["warmup_steps"] = document[_RATIO]
-    return found
+    arguments = {RENAMED.get(key, key): value for key, value in document.items() if key != _RATIO}
+    if document.get(_RATIO) and not arguments.get("warmup_steps"):
+        arguments["warmup_steps"] = document[_RATIO]
+    return arguments

@@ -38,18 +38,20 @@ class Effective(NamedTuple):
 
 def of_config(config: Config) -> dict[str, Any]:
     """What a config of unishard says."""
-    found = {path: value_at(config, path) for path in _FIELDS}
+    settings = {path: value_at(config, path) for path in _FIELDS}
     sharding = config.sharding
-    found["sharding.strategy"] = kept_after_forward(
+    settings["sharding.strategy"] = kept_after_forward(
         sharding.strategy, reshards=sharding.reshard_after_forward is not False
     )
     if config.precision.compute == "fp16":
-        found["precision.loss_scale"] = config.precision.loss_scale
+        settings["precision.loss_scale"] = config.precision.loss_scale
     if config.scheduler.min_lr_ratio == 1:
-        found["scheduler.name"] = "constant"
+        settings["scheduler.name"] = "constant"
     if config.sharding.strategy != "no_shard":
-        found["sharding.units"] = sorted(sharding.units) if isinstance(sharding.units, list | tuple) else sharding.units
-    return found
+        settings["sharding.units"] = (
+            sorted(sharding.units) if isinstance(sharding.units, list | tuple) else sharding.units
+        )
+    return settings
 
 
 def kept_after_forward(strategy: str, *, reshards: bool) -> str:

@@ -95,16 +95,16 @@ class ActivationStore:
     def take(self, tensor: Tensor) -> HostCopy:
         """The copy of a tensor's storage. It is made behind what is queued now; does not wait."""
         address = tensor.untyped_storage().data_ptr()
-        found = self._by_address.get(address)
-        if found is None or not found.is_of(tensor):
+        copy = self._by_address.get(address)
+        if copy is None or not copy.is_of(tensor):
             source = _bytes_of(tensor)
-            found = HostCopy(tensor, torch.empty(source.shape, dtype=torch.uint8, pin_memory=self._pin))
+            copy = HostCopy(tensor, torch.empty(source.shape, dtype=torch.uint8, pin_memory=self._pin))
             with self._behind_current():
-                found.host.copy_(source, non_blocking=True)
+                copy.host.copy_(source, non_blocking=True)
             # Without its graph, which must not live as long as a copy is under way.
-            self._taken.append(_Source(tensor.detach(), tensor._version, weakref.ref(found)))
-            self._by_address[address] = found
-        return found
+            self._taken.append(_Source(tensor.detach(), tensor._version, weakref.ref(copy)))
+            self._by_address[address] = copy
+        return copy
 
     def end_unit(self) -> None:
         """Let go of what units before this one have left on the device."""

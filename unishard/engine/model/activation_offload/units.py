@@ -43,9 +43,9 @@ def find(model: nn.Module, asked: str, sharding: Sharding, recomputed: Sequence[
     if asked == "none":
         return []
     refuse_own_recomputation(model, _FIELD)
-    found = {id(unit.module): unit for unit in (*find_blocks(model, sharding, _FIELD), *recomputed)}
-    inside = {id(part) for unit in found.values() for part in unit.module.modules() if part is not unit.module}
-    return [unit for key, unit in found.items() if key not in inside]
+    units = {id(unit.module): unit for unit in (*find_blocks(model, sharding, _FIELD), *recomputed)}
+    inside = {id(part) for unit in units.values() for part in unit.module.modules() if part is not unit.module}
+    return [unit for key, unit in units.items() if key not in inside]
 
 
 def apply(modules: Sequence[Unit], device: torch.device, *, pin_memory: bool) -> None:

@@ -37,8 +37,8 @@ class PlacedWeights:
 
     def owner(self, tensor: Tensor) -> Tensor | None:
         """The weight in whose memory a tensor lies; None for an activation."""
-        found = self._find(tensor)
-        return self._find(tensor) if found is None and self._look_again() else found
+        owner = self._find(tensor)
+        return self._find(tensor) if owner is None and self._look_again() else owner
 
     def _find(self, tensor: Tensor) -> Tensor | None:
         address = tensor.data_ptr()

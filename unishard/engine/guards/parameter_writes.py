@@ -25,7 +25,7 @@ from unishard.engine.guards.tensor_marks import Mark, mark, versions
 from unishard.errors import ContractError
 
 
-class WrittenParameters(Guard):
+class ParameterWrites(Guard):
     """Refuses what is written between two updates, and in a training forward.
 
     Without it: a weight that is initialized, clamped or averaged by hand is lost, or differs between engines.

@@ -30,7 +30,7 @@ class Start(NamedTuple):
     """How often the buffer was written; only of one that is not copied."""
 
 
-class WrittenBuffers:
+class RestoredBuffers:
     """The buffers of a unit whose forward runs twice.
 
     Versions do not find all writes: codebooks are often written through `data`. So the first forward in training mode

@@ -17,7 +17,7 @@ _ENOUGH = 2
 """Forwards that show a habit: one may be a trial, or follow a look at the data."""
 
 
-class OutsideBatches(Guard):
+class UnsharedData(Guard):
     """Looks at the first forwards in training mode outside a loop over `engine.batches`.
 
     Without it: all ranks train on the same samples, accumulation windows span epochs, and a checkpoint has no position

@@ -1,4 +1,4 @@
-"""The signs by which a document's format is recognized."""
+"""The markers by which a document's format is recognized."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from unishard.contract.entries import Entry, Path
 
 
-class Signs(NamedTuple):
+class Markers(NamedTuple):
     """What speaks for one format."""
 
     keys: Mapping[str, int]
@@ -20,12 +20,12 @@ class Signs(NamedTuple):
         """How much a document speaks for the format; 0 for not at all."""
         return sum(weight for key, weight in self.keys.items() if has(data, key)) + self.more(data)
 
-    def found(self, data: Mapping[str, Any]) -> list[str]:
+    def present(self, data: Mapping[str, Any]) -> list[str]:
         """The keys of a document that speak for the format, the heaviest first."""
         return sorted((key for key in self.keys if has(data, key)), key=lambda key: -self.keys[key])
 
 
-def beside(around: Signs, own: Mapping[str, int], least: int = 3) -> Callable[[Mapping[str, Any]], int]:
+def beside(around: Markers, own: Mapping[str, int], least: int = 3) -> Callable[[Mapping[str, Any]], int]:
     """For a tool that adds its own keys to another's: the other's weight counts for it too where a key of its own says
     enough.
     """
@@ -44,14 +44,14 @@ def has(data: Any, key: str) -> bool:
 
 
 def weighted(keys: Mapping[int, str]) -> dict[str, int]:
-    """Signs by weight, each a text of keys with blanks between them."""
+    """Markers by weight, each a text of keys with blanks between them."""
     return {key: weight for weight, text in keys.items() for key in text.split()}
 
 
 _LOUD, _CLEAR = 3, 2
 
 
-class Explained(NamedTuple):
+class Coverage(NamedTuple):
     """What of a document a format knows."""
 
     share: float
@@ -65,22 +65,22 @@ class Explained(NamedTuple):
         return self.share >= 0.5
 
 
-def by_entries(entries: Iterable[Entry]) -> Explained:
+def by_entries(entries: Iterable[Entry]) -> Coverage:
     """What a reading knows of the keys that the document has."""
     known: dict[Path, bool] = {}
     for entry in entries:
         if not entry.assumed:
             known[entry.path] = not entry.effect.unknown
     unknown = tuple(".".join(path) for path, is_known in known.items() if not is_known)
-    return Explained(_share(known), unknown)
+    return Coverage(_share(known), unknown)
 
 
-def by_signs(keys: Mapping[str, int], data: Mapping[str, Any]) -> Explained:
+def by_markers(keys: Mapping[str, int], data: Mapping[str, Any]) -> Coverage:
     """What the keys that speak for a format hold of a document, if one speaks loudly, without the format's tables."""
     if not any(weight >= _LOUD and has(data, key) for key, weight in keys.items()):
-        return Explained(0.0)
+        return Coverage(0.0)
     loud = {tuple(key.split(".")) for key, weight in keys.items() if weight >= _CLEAR}
-    return Explained(
+    return Coverage(
         _share({path: any(path[:length] in loud for length in range(1, len(path) + 1)) for path in _leaves(data)})
     )
 
