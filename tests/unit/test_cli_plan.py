@@ -196,3 +196,25 @@ def test_a_folder_of_transformers(project: Path) -> None:
     found = json.loads(result.stdout)
     assert found["model"]["units"] == 3
     assert found["activations"]["none"] > found["activations"]["selective"] > found["activations"]["full"]
+
+
+def test_traffic_of_attention_between_ranks_that_share_samples(project: Path) -> None:
+    model = str(Path(__file__).parents[2] / "examples" / "llama_tiny")
+    ask = (
+        "plan",
+        "cfg.yaml",
+        "--world-size",
+        "4",
+        "--memory",
+        "1GiB",
+        "--no-activations",
+        "--json",
+        "--seq-len",
+        "128",
+    )
+    size = ("--set", "parallel.sequence.size=4")
+    alone, shared = (run(*ask, "--model", model, *more) for more in ((), size))
+    for before, after in zip(*(json.loads(each.stdout)["candidates"] for each in (alone, shared)), strict=True):
+        assert after["wire"]["within"] > before["wire"]["within"]
+    unknown = json.loads(run(*ask, "--model", "factories:build", *size).stdout)
+    assert "what attention sends in parallel.sequence is not counted" in unknown["notes"][0]

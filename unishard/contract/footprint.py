@@ -34,11 +34,11 @@ class Bytes(NamedTuple):
 class Collective(NamedTuple):
     """The collectives of one kind in one optimizer step."""
 
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "reduce", "broadcast"]
-    what: Literal["parameters", "gradients"]
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "reduce", "broadcast", "all_to_all"]
+    what: Literal["parameters", "gradients", "activations"]
     phase: Phase
     nbytes: int
-    """Bytes of the full tensors, over all micro-batches of a step."""
+    """Bytes of the full tensors, of an all-to-all those on one rank, over all micro-batches of a step."""
     ranks: int
     """Ranks in the process group."""
     stride: int = 1

@@ -84,7 +84,7 @@ class Framework:
             refuse_sharded_read(self._adapter, error)
             raise
 
-    def routed(self, *methods: str, parts: Iterable[str] = ()) -> nn.Module:
+    def routed(self, *methods: str, parts: Iterable[str] = (), itself: bool = True) -> nn.Module:
         """Let calls of the model itself run through the engine. Not collective.
 
         The model keeps its identity and its weights' names; its class becomes a subclass of its own with the same name,
@@ -93,15 +93,17 @@ class Framework:
         Args:
             methods: Names of methods, besides `generate`, that are to run as the engine's forward too: `compute_loss`.
             parts: Names of modules inside the model, such as `encoder`, that are called from outside.
+            itself: Whether a call of the model runs through the engine; else it only runs the model's own code, such as
+                that of a module of Lightning, which calls the model that is one of `parts`.
 
         Returns:
-            `engine.module`: `model(...)` is then `engine(...)`.
+            `engine.module`: `model(...)` is then `engine(...)`, unless `itself` is false.
 
         Raises:
             ContractError: The model has no such method or part.
         """
         self._order.require_open("framework.routed")
-        return self._routed.open(methods, [*parts])
+        return self._routed.open(methods, [*parts], itself=itself)
 
     def reached_by(self, loss: Tensor) -> bool:
         """Whether the backward of a loss would leave gradients on the model; never inside `Weights.frozen`.

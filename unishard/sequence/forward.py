@@ -53,10 +53,9 @@ class SplitForward:
         self.group, self._layout, self._method, self._parts = group, layout, method, parts
         self.last: SplitBatch | None = None
         """That of the last forward."""
-        self._signature = inspect.signature(model.forward)
         self.shifts_labels = not is_transformers(model) or shifts_labels(model)
         """Whether the model's loss is of the next token."""
-        self._counts_items = is_transformers(model) and _takes(self._signature, "num_items_in_batch")
+        self._is_transformers = is_transformers(model)
         self._counted = False
         """Whether the loss of the running forward is to be averaged."""
         self._joined: set[KeyRule] = set()
@@ -137,7 +136,7 @@ class SplitForward:
         labels = arguments.get("shift_labels") if self.shifts_labels else None
         labels = arguments.get("labels") if labels is None else labels
         counts = self._proving or arguments.get("num_items_in_batch") is None
-        if self._counts_items and isinstance(labels, Tensor) and counts:
+        if counts and isinstance(labels, Tensor) and self._is_transformers and self._takes("num_items_in_batch"):
             kwargs = {**kwargs, "num_items_in_batch": self._items(labels)}
             self._counted = True
         return args, kwargs
@@ -149,6 +148,15 @@ class SplitForward:
             TypeError: The model takes no such call.
         """
         return {**self._signature.bind_partial(*args).arguments, **kwargs}
+
+    @property
+    def _signature(self) -> inspect.Signature:
+        """Of what runs as the forward: a framework may let a part of the model run in its place."""
+        return inspect.signature(self._model.forward)
+
+    def _takes(self, name: str) -> bool:
+        parameters = self._signature.parameters
+        return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
         try:
@@ -183,7 +191,7 @@ class SplitForward:
 
     def _require_positions(self) -> None:
         """Refuse a model that would count positions from 0 in each part."""
-        if is_transformers(self._model) and _takes(self._signature, "position_ids"):
+        if self._is_transformers and self._takes("position_ids"):
             if counts_positions_itself(self._model):
                 raise ContractError(
                     f"parallel.sequence: {type(self._model).__name__} counts the positions of its tokens itself, and "
@@ -238,11 +246,6 @@ class SplitForward:
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._balance.end()
         self.leave()
-
-
-def _takes(signature: inspect.Signature, name: str) -> bool:
-    parameters = signature.parameters
-    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def _nothing() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -38,8 +39,13 @@ class RoutedCalls:
         self._entered = False
         """Whether the model's own call runs."""
 
-    def open(self, methods: Iterable[str], parts: Iterable[str]) -> nn.Module:
-        """Route the model's call, the named methods, and calls of the named parts.
+    def open(self, methods: Iterable[str], parts: Iterable[str], *, itself: bool = True) -> nn.Module:
+        """Route calls of the model, of the named methods, and of the named parts.
+
+        Args:
+            methods: Names.
+            parts: Likewise.
+            itself: Whether the model's own call is routed; else it only runs what is written in its forward.
 
         Raises:
             ContractError: There is no such method or part.
@@ -51,7 +57,7 @@ class RoutedCalls:
             if not callable(method):
                 raise ContractError(f"routed: {type(self._module).__name__} has no method or part {name!r}")
         own = {name: self._method(name) for name in named}
-        self._replace(self._module, own | {"__call__": self._call()})
+        self._replace(self._module, own | {"__call__": self._call(itself)})
         for part in parts:
             if part:
                 self._replace(modules[part], {"__call__": self._call_of_part(modules[part])})
@@ -70,12 +76,12 @@ class RoutedCalls:
         self._classes[module] = kind
         module.__class__ = type(name, (kind,), names | methods)
 
-    def _call(self) -> Callable[..., Any]:
+    def _call(self, itself: bool) -> Callable[..., Any]:
         own = type(self._module).__call__
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self._order.inside_forward:
-                return self._run(*args, **kwargs)
+                return (self._run if itself else module.forward)(*args, **kwargs)
             if self._entered:  # in its forward, or a method in place of it; hooks of engines would reshard under that
                 return module.forward(*args, **kwargs)
             self._entered = True
@@ -93,7 +99,8 @@ class RoutedCalls:
         def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._order.inside_forward:
                 return own(module, *args, **kwargs)
-            with self._forward_is(lambda *args, **kwargs: own(module, *args, **kwargs)):
+            act = MethodType(own, module)
+            with self._forward_is(act, act):
                 return self._run(*args, **kwargs)
 
         return method
@@ -104,27 +111,36 @@ class RoutedCalls:
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._order.inside_forward or module is not part:
                 return own(module, *args, **kwargs)
-            with self._forward_is(lambda *args, **kwargs: own(module, *args, **kwargs)):
+            with self._forward_is(MethodType(own, part), part.forward):
                 return self._run(*args, **kwargs)
 
         return __call__
 
     @contextmanager
-    def _forward_is(self, act: Callable[..., Any]) -> Iterator[None]:
-        """A block in which the model's forward is something else: the engine runs it inside its own hooks."""
+    def _forward_is(self, act: Callable[..., Any], like: Callable[..., Any]) -> Iterator[None]:
+        """A block in which the model's forward is something else: the engine runs it inside its own hooks.
+
+        Args:
+            act: What it does then.
+            like: What has the parameters that it takes.
+        """
         own = vars(self._module)
         before = own.get("forward")
 
-        def once(*args: Any, **kwargs: Any) -> Any:
+        @wraps(like)
+        def forward(*args: Any, **kwargs: Any) -> Any:
             restore()
-            return act(*args, **kwargs)
+            try:
+                return act(*args, **kwargs)
+            finally:
+                own["forward"] = forward
 
         def restore() -> None:
             own.pop("forward", None)
             if before is not None:
                 own["forward"] = before
 
-        own["forward"] = once
+        own["forward"] = forward
         try:
             yield
         finally:

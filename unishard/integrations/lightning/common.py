@@ -13,17 +13,19 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import unishard
 from unishard.config import Config
+from unishard.config.data_share import data_share_of
 from unishard.config.topology import Topology
 from unishard.engine.engine import Engine
 from unishard.errors import ConfigError, Problem
 from unishard.failures import lifetime
 
-__all__ = ["Windows", "agree_on_precision", "begin", "config_of", "precision_of", "prepared", "refuse_clip"]
+__all__ = ["Windows", "agree_on_precision", "begin", "config_of", "precision_of", "prepared", "refuse_clip", "share_of"]
 
 _SHORT = {"fp32": "32", "bf16": "bf16", "fp16": "16"}
 
@@ -41,12 +43,6 @@ def config_of(cfg: Config | str | Path | Mapping[str, Any] | None, arguments: Ma
         problem = f"{', '.join(wrong)} would be for DDP; remove it, and write in the config what it means, such as "
         raise ConfigError([Problem("", problem + "sharding.conditional_modules for find_unused_parameters")])
     config = cfg if isinstance(cfg, Config) else unishard.load(cfg)
-    if config.parallel.sequence.on:
-        problem = (
-            f"is {config.parallel.sequence.size}, but the steps of a LightningModule are not known to split samples; "
-            "set it to 1, or train the model with unishard's own loop, the Trainer or Accelerate"
-        )
-        raise ConfigError([Problem("parallel.sequence.size", problem)])
     if config.checkpoint.on_existing == "resume":
         problem = "resume would not reach Lightning's loops; remove it, and pass ckpt_path to fit, or call fabric.load"
         raise ConfigError([Problem("checkpoint.on_existing", problem)])
@@ -99,6 +95,17 @@ def begin(strategy: Any, cfg: Config) -> None:
     lifetime.ensure(topology, patience=cfg.communication.desync_timeout)
 
 
+def share_of(strategy: Any, cfg: Config) -> dict[str, int]:
+    """Which samples a rank reads, for Lightning's sampler; ranks that share samples read the same.
+
+    Raises:
+        ConfigError: `parallel.sequence.size` does not divide the ranks.
+    """
+    ranks = strategy.num_nodes * strategy.num_processes
+    share = data_share_of(cfg, Topology(world_size=ranks, rank=strategy.global_rank))
+    return {"num_replicas": share.of, "rank": share.number}
+
+
 class Windows:
     """Translates Lightning's order of calls into the engine's. The coming micro-batch ends its window unless told;
     where no step follows, the window goes on.
@@ -143,19 +150,45 @@ def prepared(cfg: Config, module: nn.Module, optimizers: Sequence[Optimizer], *m
     """Prepare a module for training. Its calls, methods and parts then run through its engine. Collective.
 
     Raises:
-        ConfigError: There is no optimizer, or several; or as in `unishard.prepare`.
+        ConfigError: There is no optimizer, or several; ranks share samples, and the module has more than one model; or
+            as in `unishard.prepare`.
     """
     if len(optimizers) != 1:
         problem = f"{len(optimizers)} optimizers for one module; an engine has one, with parameter groups"
         raise ConfigError([Problem("optimizer", problem)])
+    splits = cfg.parallel.sequence.on
+    inner = _model_in(module) if splits else ""
     engine = unishard.prepare(module, cfg, optimizers[0], reseed=False)
-    engine.framework.routed(*methods, parts=_parts_of(module))
+    if splits:  # a step gets whole samples; the model that it calls splits them
+        engine.framework.routed(parts=[inner], itself=not inner)
+    else:
+        engine.framework.routed(*methods, parts=_parts_of(module))
     return Windows(engine)
 
 
 def refuse_clip(problem: str) -> ConfigError:
     """The error of a clipping that engines cannot do."""
     return ConfigError([Problem("training.gradient_clipping", f"{problem}; engines clip by the norm of all gradients")])
+
+
+def _model_in(module: nn.Module) -> str:
+    """The model whose calls get parts of samples: the one inside a LightningModule; otherwise the module, whose name is
+    empty.
+
+    Raises:
+        ConfigError: A LightningModule has parameters beside those of one model.
+    """
+    if not isinstance(module, LightningModule):
+        return ""
+    parts = _parts_of(module)
+    if len(parts) == 1 and {*module.get_submodule(parts[0]).parameters()} == {*module.parameters()}:
+        return parts[0]
+    problem = (
+        f"splits the samples of one model, but {type(module).__name__} has parameters in "
+        f"{', '.join([*parts, 'its own attributes'] if [*module.parameters(recurse=False)] else parts)}; put them "
+        "into one module that computes all that depends on them"
+    )
+    raise ConfigError([Problem("parallel.sequence.size", problem)])
 
 
 def _parts_of(module: nn.Module) -> list[str]:

@@ -22,14 +22,15 @@ __all__ = ["UnishardFabricStrategy"]
 
 
 class _Entry(nn.Module):
-    """What Fabric calls as the model: a call is the engine's forward."""
+    """What Fabric calls as the model: a call is that of the engine's routed model."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.engine = engine
+        self._call = engine.module.__call__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.engine(*args, **kwargs)
+        return self._call(*args, **kwargs)
 
 
 class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]
@@ -82,6 +83,11 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]
             )
         return matches[0]
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """As Lightning's; ranks that share samples read the same."""
+        return common.share_of(self, self._cfg)
+
     # -- set-up ------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
@@ -94,7 +100,9 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Prepare a model for inference."""
-        return _Entry(unishard.prepare(module, self._cfg, train=False))
+        engine = unishard.prepare(module, self._cfg, train=False)
+        engine.framework.routed()
+        return _Entry(engine)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Refuse: an optimizer belongs to a model."""

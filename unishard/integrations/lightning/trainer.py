@@ -79,6 +79,17 @@ class UnishardStrategy(DDPStrategy):  # type: ignore[misc]
         if plugin is not None:
             common.agree_on_precision(self._cfg, str(plugin.precision))
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """As Lightning's; ranks that share samples read the same."""
+        return common.share_of(self, self._cfg)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As Lightning's; in the sum of a logged value, ranks that share samples count as one."""
+        reduced = super().reduce(tensor, group, reduce_op)
+        sharing = self._cfg.parallel.sequence.size
+        return reduced / sharing if sharing > 1 and reduce_op == "sum" and group is None else reduced
+
     # -- set-up ------------------------------------------------------------------------------------
 
     def setup_distributed(self) -> None:

@@ -22,6 +22,7 @@ from unishard.engine.model.shape import shape_of
 from unishard.engine.model.units import units_of
 from unishard.errors import ModelError
 from unishard.tools.plan.activations import Activations
+from unishard.tools.plan.exchange import AttentionSizes
 from unishard.tools.plan.refusals import refusal
 from unishard.tools.plan.tracing import trace
 
@@ -75,6 +76,22 @@ class BuiltModel:
         with FakeTensorMode():
             model = self.build().model
         return shape_of(model, cfg.sharding)
+
+    def attention(self) -> AttentionSizes | None:
+        """The sizes of attention that the model's config has; None if it has none, or compresses keys and values.
+
+        Raises:
+            ConfigError: It cannot be built.
+        """
+        _FAKE.require()
+        with FakeTensorMode():
+            config: Any = getattr(self.build().model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        layers, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
+        if not (isinstance(layers, int) and isinstance(heads, int)) or getattr(config, "kv_lora_rank", None):
+            return None
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return AttentionSizes(layers, heads, getattr(config, "num_key_value_heads", None) or heads, dim)
 
     def engine(self, cfg: Config, backend: str, topology: Topology) -> EngineSpec:
         """What an engine is built from.

@@ -7,13 +7,13 @@ recommend(candidates, memory)                      the cheapest one that fits
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract import registry
-from unishard.contract.footprint import Footprint
+from unishard.contract.footprint import Collective, Footprint
 from unishard.contract.model_shape import ModelShape
 from unishard.contract.rules import Fit
 from unishard.contract.translate import translate
@@ -68,6 +68,12 @@ class Candidate:
     """Why this engine cannot run it."""
     approximate: tuple[str, ...] = ()
     """Fields that the engine only approximates."""
+
+    def sending(self, more: tuple[Collective, ...]) -> Candidate:
+        """It with more traffic."""
+        if self.footprint is None:
+            return self
+        return replace(self, footprint=replace(self.footprint, traffic=self.footprint.traffic + more))
 
     @property
     def reserved(self) -> tuple[int, int]:

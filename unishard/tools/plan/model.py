@@ -24,6 +24,7 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.model_shape import ModelShape
 from unishard.tools.plan.activations import Activations
+from unishard.tools.plan.exchange import AttentionSizes
 from unishard.tools.plan.refusals import refusal
 from unishard.version import __version__
 
@@ -143,6 +144,17 @@ class PlannedModel:
         from unishard.tools.plan.building import BuiltModel
 
         return BuiltModel(self.name, self._folder).engine(self.cfg, backend, topology).native
+
+    @property
+    def attention(self) -> AttentionSizes | None:
+        """The sizes of attention that the config of a model of transformers has; None if they are not known.
+
+        Raises:
+            ConfigError: The model cannot be built.
+        """
+        from unishard.tools.plan.building import BuiltModel
+
+        return BuiltModel(self.name, self._folder).attention()
 
     def activations(self, micro_batch_size: int, seq_len: int, recomputation: str | list[str]) -> Activations:
         """The activations of a micro-batch.

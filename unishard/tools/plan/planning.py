@@ -18,6 +18,7 @@ from unishard.tools.plan import questions
 from unishard.tools.plan.activations import Activations
 from unishard.tools.plan.candidates import Candidate, candidates_of, wire_of
 from unishard.tools.plan.devices import Device
+from unishard.tools.plan.exchange import AttentionSizes, exchanged_in
 
 
 class Model(Protocol):
@@ -31,6 +32,11 @@ class Model(Protocol):
     @property
     def shape(self) -> ModelShape:
         """Its shape."""
+        ...
+
+    @property
+    def attention(self) -> AttentionSizes | None:
+        """The sizes of its attention; None if they are not known."""
         ...
 
     def activations(self, micro_batch_size: int, seq_len: int, recomputation: str | list[str]) -> Activations:
@@ -168,7 +174,19 @@ def make_plan(
                     note = f"activation_checkpointing {word} is left out: the model has no repeated blocks"
     else:
         note = "activations are left out"
-    candidates = candidates_of(cfg, shape, topology, traced.get(own_word))
+    sizes = model.attention if sharing > 1 else None
+    if sharing > 1 and sizes is None:
+        unknown = "what attention sends in parallel.sequence is not counted: the model's config has no sizes of it"
+        note = f"{note}; {unknown}" if note else unknown
+
+    def planned(word: str) -> list[Candidate]:
+        found = candidates_of(cfg, shape, topology, traced.get(word))
+        if sizes is None:
+            return found
+        recomputing = cfg if word == own_word else cfg.override(f"activation_checkpointing={word}")
+        return [candidate.sending(exchanged_in(sizes, recomputing, part)) for candidate in found]
+
+    candidates = planned(own_word)
     plan = Plan(model.name, shape, cfg, topology, device, seq_len, candidates, traced, note)
     if device is None:
         return plan
@@ -178,11 +196,7 @@ def make_plan(
         if own_word in questions.RECOMPUTATIONS
         else len(questions.RECOMPUTATIONS)
     )
-    levels += [
-        (word, candidates_of(cfg, shape, topology, traced[word]))
-        for word in questions.RECOMPUTATIONS[cheaper:]
-        if word in traced
-    ]
+    levels += [(word, planned(word)) for word in questions.RECOMPUTATIONS[cheaper:] if word in traced]
     recommendation = questions.with_compilation(questions.recommend(levels, topology, device), cfg, shape, device)
     answered = (
         _answers(plan, model, recomputation, device) if answers and traced and plan.own.footprint is not None else None

@@ -1,0 +1,85 @@
+"""The planned traffic of attention between the ranks that share samples is that of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from harness import BACKENDS, config, in_ranks, my_rank
+
+import unishard
+from unishard.tools.plan.exchange import exchanged_in
+from unishard.tools.plan.model import PlannedModel
+
+transformers = pytest.importorskip("transformers", reason="pip install 'unishard[hf]'")
+
+LENGTH, ROWS, WINDOW = 16, 2, 2
+_OF_HEADS = 4
+"""Dimensions of `[batch, heads, positions, dim]`; an all-to-all has one more, for the ranks."""
+
+
+def llama(key_heads):
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "head_dim": 4}
+    return transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=key_heads)
+
+
+def recorded(engine, batches):
+    """Bytes of collectives of heads, by kind and phase, in the second update."""
+    found, phase = Counter(), ["forward"]
+    all_to_all, all_gather = dist.all_to_all_single, dist.all_gather
+
+    def exchange(received, sent, **options):
+        if sent.dim() == 1 + _OF_HEADS:
+            found["all_to_all", phase[0]] += sent.nbytes
+        return all_to_all(received, sent, **options)
+
+    def gather(everyones, tensor, **options):
+        if tensor.dim() == _OF_HEADS:
+            found["all_gather", phase[0]] += tensor.nbytes * len(everyones)
+        return all_gather(everyones, tensor, **options)
+
+    with mock.patch.object(dist, "all_to_all_single", exchange), mock.patch.object(dist, "all_gather", gather):
+        for index, batch in enumerate(batches):
+            if index == WINDOW:
+                found.clear()
+            phase[0] = "forward"
+            loss = engine(**batch).loss
+            phase[0] = "backward"
+            engine.backward(loss)
+            engine.step()
+    return dict(found)
+
+
+CELLS = (
+    (BACKENDS[0], "auto", 2, "none"),
+    (BACKENDS[1], "ulysses", 1, "full"),
+    (BACKENDS[0], "allgather", 2, "selective"),
+    (BACKENDS[1], "allgather", 1, "none"),
+)
+
+
+@in_ranks(cells=CELLS)
+def test_planned_traffic_of_attention_is_that_of_a_run(backend, method, key_heads, recomputation, root):
+    training = {"micro_batch_size": ROWS, "gradient_accumulation_steps": WINDOW}
+    sections = {"parallel": {"sequence": {"size": 2, "method": method}}, "activation_checkpointing": recomputation}
+    cfg = config(backend, "full_shard", training=training, **sections)
+    folder = f"{root}/{key_heads}-{my_rank()}"
+    llama(key_heads).save_pretrained(folder)
+    sizes = PlannedModel(folder, cfg).attention
+    planned = {(each.kind, each.phase): each.nbytes for each in exchanged_in(sizes, cfg, LENGTH // 2)}
+    samples = [{"input_ids": [*range(1, 1 + LENGTH)], "labels": [*range(1, 1 + LENGTH)]} for _ in range(8)]
+    loader = unishard.dataloader(samples, cfg, collate_fn=transformers.DefaultDataCollator())
+    with unishard.prepare(transformers.LlamaForCausalLM(llama(key_heads)), cfg) as engine:
+        found = recorded(engine, engine.batches(loader))
+    assert found == planned
+
+
+def test_sizes_of_attention_are_those_that_a_config_has(tmp_path):
+    llama(2).save_pretrained(tmp_path / "llama")
+    compressed = transformers.DeepseekV3Config(num_hidden_layers=1, first_k_dense_replace=1)
+    compressed.save_pretrained(tmp_path / "compressed")
+    cfg = unishard.Config()
+    assert tuple(PlannedModel(str(tmp_path / "llama"), cfg).attention) == (3, 4, 2, 4)
+    assert PlannedModel(str(tmp_path / "compressed"), cfg).attention is None
