@@ -122,8 +122,7 @@ _LOGS: dict[str, Row] = {
 _SECTIONS: dict[str, Row] = {
     "activation_checkpointing": same(
         values.MAPPING,
-        ignored="only for models that call deepspeed.checkpointing; set activation_checkpointing, and "
-        "offload.activations for cpu_checkpointing",
+        ignored="recomputes nothing itself; set activation_checkpointing and offload.activations",
     ),
     "aio": same(values.MAPPING),
     "seq_parallel_communication_data_type": refused(

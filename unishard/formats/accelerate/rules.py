@@ -48,6 +48,10 @@ def mixed(cfg: Config) -> bool:
     return cfg.precision.compute != "fp32" and not cfg.precision.pure
 
 
+def _reduces_in_fp32(cfg: Config) -> bool:
+    return _replicas(cfg) and mixed(cfg) and cfg.precision.reduce == "fp32"
+
+
 def _replicas(cfg: Config) -> bool:
     return not sharded(cfg)
 
@@ -156,8 +160,9 @@ _PRECISION: Mapping[str, Rule] = {
         Fit.APPROXIMATE,
         "mixed_precision",
         "Accelerate reduces in the compute dtype",
+        unless("fp32 with no_shard", _reduces_in_fp32, "the gradients are fp32"),
+        equivalent("no_shard", lambda cfg: _replicas(cfg) and mixed(cfg), "reduced in fp32, which is more exact"),
         unless("that of compute", lambda cfg: cfg.precision.reduce == cfg.precision.compute),
-        unless("fp32 with no_shard", lambda cfg: _replicas(cfg) and mixed(cfg), "the gradients are fp32"),
     ),
     "precision.matmul": FALLBACKS["precision.matmul"]._replace(
         when=(
