@@ -14,6 +14,7 @@ PACKAGES = {
     "unishard": ROOT / "unishard",
     "unishard_fsdp": ROOT / "backends/unishard_fsdp",
     "unishard_deepspeed": ROOT / "backends/unishard_deepspeed",
+    "unishard_arguments": ROOT / "backends/unishard_arguments",
 }
 
 
@@ -31,7 +32,7 @@ def contents(wheel: Path) -> dict[str, int]:
         return {entry.filename: entry.CRC for entry in archive.infolist()}
 
 
-def test_the_wheel_installs_three_packages_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_installs_these_packages_and_nothing_else(wheel: Path) -> None:
     top = {name.partition("/")[0] for name in names(wheel)}
     assert {name for name in top if not name.endswith((".dist-info", ".data"))} == set(PACKAGES)
 
