@@ -1,4 +1,4 @@
-"""Proves that attention is all in a model that mixes positions, by two small forwards.
+"""Proves that attention is all in a model that mixes positions, by three small forwards.
 
 Attention is replaced by something that leaves each position by itself. Then a few positions of every rank's part run
 all together, once more with other tokens in the parts of the other ranks, and each rank's own by themselves. Where all

@@ -1,7 +1,7 @@
 """Calls of a model with whole samples, by frameworks that do not know that ranks share them.
 
 A call is split on its way in, and what it returns is whole again on its way out: each rank of a group holds the loss
-and the output of the whole micro-batch, as if it alone had computed them.
+and the output of the whole micro-batch, as if no ranks shared it.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ _SEQUENCE: Mapping[str, Rule] = {
         "the script calls the model and backward inside accelerator.maybe_context_parallel(...), with labels that it "
         "has shifted, and weighs each rank's loss by its tokens; Trainer does it",
         when_default("parallel.sequence.size"),
-        unsupported("no_shard", _replicas, f"{sequence.ALONE['cp']}; set sharding.strategy"),
+        unsupported("no_shard", _replicas, f"{sequence.REQUIRED_ENGINE['cp']}; set sharding.strategy"),
         to=_groups,
     ),
     "parallel.sequence.method": row(

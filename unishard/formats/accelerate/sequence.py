@@ -22,7 +22,7 @@ AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 """What ranks are split by; their sizes multiply to the number of ranks."""
 _METHODS = {"cp": "allgather", "sp": "ulysses"}
 _NAMES = {"cp": "context", "sp": "sequence"}
-ALONE = {
+REQUIRED_ENGINE = {
     "cp": f"{TOOL} has context parallelism only with FSDP2; write distributed_type: FSDP and fsdp_version: 2",
     "sp": f"{TOOL} has sequence parallelism only with DeepSpeed; write distributed_type: DEEPSPEED, or "
     "parallelism_config_cp_size for FSDP2",
@@ -85,7 +85,7 @@ def _fault(axis: str, document: DocumentValues) -> str:
     """Why Accelerate refuses this, or would train something else; empty if it does not."""
     engine = ("fsdp", 2) if axis == "cp" else ("deepspeed", document.get("fsdp_config.fsdp_version"))
     if (document.get(_ENGINE), document.get("fsdp_config.fsdp_version")) != engine:
-        return ALONE[axis]
+        return REQUIRED_ENGINE[axis]
     sizes = {each: size_of(1 if (size := document.get(dotted(f"{each}_size"))) is None else size) for each in AXES}
     if sizes["cp"] > 1 and sizes["sp"] > 1:
         return f"{TOOL} has only one of context and sequence parallelism; set the other to 1"
