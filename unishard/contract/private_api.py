@@ -183,7 +183,6 @@ CORE_PRIVATE_API = by_name(
         names=(
             "torch:Tensor._make_wrapper_subclass",
             "torch._C:DisableTorchFunctionSubclass",
-            "torch.utils._pytree:tree_leaves",
         ),
         versions="torch 2.13",
         link=f"{_TORCH}/_tensor.py#L1",

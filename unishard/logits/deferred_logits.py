@@ -9,8 +9,8 @@ from typing import Any, ClassVar, NoReturn, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
+from unishard.distributed.nested_tensors import tensors_in
 from unishard.errors import ContractError, ModelError
 from unishard.logits.chunks import in_chunks
 from unishard.logits.row_operations import (
@@ -193,7 +193,7 @@ class DeferredLogits(Tensor):
 
 
 def _first(args: Sequence[Any], kwargs: dict[str, Any] | None) -> DeferredLogits:
-    return next(each for each in tree_leaves((args, kwargs)) if isinstance(each, DeferredLogits))
+    return next(each for each in tensors_in((args, kwargs)) if isinstance(each, DeferredLogits))
 
 
 def _sum(losses: list[Tensor]) -> Tensor:
