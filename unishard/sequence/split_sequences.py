@@ -86,8 +86,8 @@ class SplitSequences:
             return
         text = f"{type(error).__name__}: {error}".rstrip(".")
         raise ModelError(
-            f"the model fails where each rank has a part of its sequences: {text}; name what is to be split in "
-            "parallel.sequence.keys, or remove parallel.sequence"
+            f"the model fails where each rank has a part of its sequences: {text}; if it runs without "
+            "parallel.sequence, name what is to be split in parallel.sequence.keys, or leave the section out"
         ) from error
 
     @contextmanager
