@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from unishard.checkpoint.files import path_of
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.results import Placement
-from unishard.distributed.dtypes import DTYPES, declared_by
+from unishard.distributed.dtypes import DTYPES
 from unishard.distributed.on_ranks import on_first
 from unishard.distributed.process_group import host_group
 from unishard.distributed.shards import full_tensor, shard_norms
@@ -30,10 +31,15 @@ from unishard.engine.state.loaded_weights import names_to_load, reader_of
 from unishard.engine.state.merged_adapters import MergedAdapters
 from unishard.engine.state.moving_average import MovingAverage, begin_average
 from unishard.engine.state.named_parameters import NamedParameters
+from unishard.engine.state.streamed_names import Naming, streamed_tensors
 from unishard.engine.state.tensors import StateTensors
 from unishard.engine.state.unsharded import unsharded
+from unishard.engine.state.weight_stream import stream_weights
 from unishard.engine.training_only import require_training
 from unishard.errors import ContractError
+
+_BUCKET = 1 << 28
+"""Bytes."""
 
 
 @entered
@@ -176,7 +182,7 @@ class Weights:
 
     @torch.no_grad()
     def state_dict(self, *, dtype: str | None = None, all_ranks: bool = False) -> dict[str, Tensor]:
-        """Read all weights and persistent buffers into host memory, one at a time. Collective, at any time.
+        """Read all weights and persistent buffers into host memory, a bucket at a time. Collective, at any time.
 
         Args:
             dtype: `fp32`, `bf16` or `fp16`, for floating-point tensors; what a class of transformers keeps in fp32 is
@@ -194,9 +200,9 @@ class Weights:
         _require_dtype("weights.state_dict", dtype)
         self._order.check_now("weights.state_dict", f", {dtype}, all_ranks={all_ranks}")
         keeps, tensors = all_ranks or dist.get_rank() == 0, dict[str, Tensor]()
-        for name, full in self._each(None, dtype):
+        for name, full in self._in_buckets(dtype, merged=False, names="model", bucket_bytes=_BUCKET):
             if keeps:
-                tensors[name] = full.cpu()
+                tensors[name] = torch.empty_like(full, device="cpu").copy_(full)
         return tensors | {name: tensors[first] for name, first in self._tensors.ties().items() if keeps}
 
     @torch.no_grad()
@@ -238,49 +244,51 @@ class Weights:
                 )
         self._buffers.begin()
 
-    def stream(self, *, dtype: str | None = None, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def stream(
+        self, *, dtype: str | None = None, merged: bool = False, names: Naming = "saved", bucket_bytes: int = _BUCKET
+    ) -> Iterator[tuple[str, Tensor]]:
         """Stream all weights and persistent buffers, for example to an inference server. Collective: iterate over all.
 
         Args:
             dtype: As in `state_dict`.
             merged: Whether to add LoRA adapters of peft to the weights that they change, under the base model's names.
+            names: `saved` for names and shapes as `save_pretrained` writes them, such as a tensor for each expert,
+                which inference servers load; `model` for those of `engine.module`, which other modules always get.
+            bucket_bytes: No rank holds more than this beyond its shards, unless a single tensor is larger. One
+                collective reads tensors of half of it together, while the last of those before is still in use; with
+                `merged` another one reads their adapters.
 
         Yields:
-            Name and full tensor on `engine.device`, on every rank, one at a time: no rank ever holds the whole model
-            twice. Tied weights come once, under their first name.
+            Name and full tensor on `engine.device`, on every rank. Tensors are views of the buffer of their bucket:
+            copy what is to be kept while others go. Tied weights come once.
 
         Raises:
-            ContractError: There is no such dtype, or `merged` finds adapters other than LoRA of linear layers.
+            ContractError: There is no such dtype or naming, `bucket_bytes` is not positive, `merged` finds adapters
+                other than LoRA of linear layers, or `save_pretrained` would compute new tensors.
         """
         self._order.require_open("weights.stream")
-        return self._stream(dtype, merged)
+        _require_dtype("weights.stream", dtype)
+        if names not in get_args(Naming) or bucket_bytes < 1:
+            raise ContractError(
+                f"weights.stream: names must be 'saved' or 'model', and bucket_bytes positive, got {names!r} and "
+                f"{bucket_bytes!r}"
+            )
+        return self._stream(dtype, merged, names, bucket_bytes)
+
+    def _stream(
+        self, dtype: str | None, merged: bool, names: Naming, bucket_bytes: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        self._order.check_now("weights.stream", f", {dtype}, merged={merged}, {names}, {bucket_bytes}")
+        yield from self._in_buckets(dtype, merged, names, bucket_bytes)
 
     @torch.no_grad()
-    def _stream(self, dtype: str | None, merged: bool) -> Iterator[tuple[str, Tensor]]:
-        _require_dtype("weights.stream", dtype)
-        self._order.check_now("weights.stream", f", {dtype}, merged={merged}")
-        yield from self._each(MergedAdapters(self._adapter.module, self._full) if merged else None, dtype)
-
-    def _each(self, merged: MergedAdapters | None, dtype: str | None) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter and persistent buffer once, under its name in the model, or in the base model of adapters.
-
-        In this dtype, but for what the model's class keeps in fp32.
-        """
-        name_of = merged.name_of if merged else lambda name: name
-        full_of = merged.full if merged else self._full
-        kept = declared_by(self._adapter.module, dtype) if dtype else set()
-        for name, _ in self._tensors.each():
-            if (own := name_of(name)) is not None:
-                yield own, _cast(full_of(name), "fp32" if name in kept else dtype)
-        ties = self._tensors.ties()
-        for name, buffer in self._tensors.buffers().items():
-            if name not in ties and (own := name_of(name)) is not None:
-                yield own, _cast(buffer.detach().clone(), "fp32" if name in kept else dtype)
-
-    def _full(self, name: str) -> Tensor:
-        shard = self._adapter.master_shard(self._tensors.named[name])
-        full = full_tensor(shard, self._device)
-        return full if shard.values.is_floating_point() or shard.values.is_complex() else full.to(shard.values.dtype)
+    def _in_buckets(
+        self, dtype: str | None, merged: bool, names: Naming, bucket_bytes: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        adapters = MergedAdapters(self._adapter.module) if merged else None
+        shards = self._tensors.by_name()
+        wanted = streamed_tensors(self._adapter.module, shards, names, dtype, adapters)
+        yield from stream_weights(wanted, shards, self._device, bucket_bytes, adapters)
 
     # -- what trains -------------------------------------------------------------------------------
 
@@ -356,7 +364,3 @@ class Weights:
 def _require_dtype(call: str, name: str | None) -> None:
     if name is not None and name not in DTYPES:
         raise ContractError(f"{call}: dtype must be one of {', '.join(DTYPES)} or None, got {name!r}")
-
-
-def _cast(full: Tensor, dtype: str | None) -> Tensor:
-    return full if dtype is None or not full.is_floating_point() else full.to(DTYPES[dtype])

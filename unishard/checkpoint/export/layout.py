@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -68,12 +68,7 @@ def lay_out(assets: Assets, shards: Mapping[str, LazyShard], dtype: str | None, 
     for stem, names in assets.names.items():
         if not names:
             raise CheckpointError(f"nothing to export as {stem}: the model has no such tensors")
-        entries = [
-            _joined(name, assets.joined[name], shards, dtype_of(*assets.joined[name]))
-            if name in assets.joined
-            else _entry(name, source, assets.pieces.get(name), shards, dtype_of(source))
-            for name, source in names.items()
-        ]
+        entries = exported_tensors(names, assets.pieces, assets.joined, shards, dtype_of)
         planned = plan(entries, stem, None if assets.kind == "adapter" else most)
         if len(planned) > 1:
             others[f"{stem}.safetensors.index.json"] = index_of(planned)
@@ -81,6 +76,33 @@ def lay_out(assets: Assets, shards: Mapping[str, LazyShard], dtype: str | None, 
     if assets.kind == "adapter":
         _refuse_empty(files)
     return Layout(files, others, target)
+
+
+def exported_tensors(
+    names: Mapping[str, str],
+    pieces: Mapping[str, TensorSlice],
+    joined: Mapping[str, Sequence[str]],
+    tensors: Mapping[str, LazyShard],
+    dtype_of: Callable[..., torch.dtype],
+) -> list[ExportedTensor]:
+    """Each tensor of a file, and which elements of the model's tensors it has.
+
+    Args:
+        names: By the name in the file, the name in the model.
+        pieces: By the name in the file, the slice of the model's tensor, if it is not the whole.
+        joined: By the name in the file, the tensors of the model, if they are several.
+        tensors: Those of the model; only shapes and dtypes are used.
+        dtype_of: The dtype in the file of these tensors of the model, if they are floating-point.
+
+    Raises:
+        CheckpointError: A tensor is missing, or has other elements.
+    """
+    return [
+        _joined(name, joined[name], tensors, dtype_of(*joined[name]))
+        if name in joined
+        else _entry(name, source, pieces.get(name), tensors, dtype_of(source))
+        for name, source in names.items()
+    ]
 
 
 def available(source: str, shards: Mapping[str, LazyShard]) -> LazyShard:

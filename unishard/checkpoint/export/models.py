@@ -29,7 +29,7 @@ def assets_of(module: nn.Module, shards: Mapping[str, LazyShard]) -> Assets:
     # The library of a module is already imported, so nothing is imported to check.
     if _is_a(module, "peft", "PeftModel") or getattr(module, "_hf_peft_config_loaded", False):
         return adapter_assets(module)
-    if _is_a(module, "transformers", "PreTrainedModel"):
+    if is_transformers_model(module):
         return transformers_assets(module, shards)
     return Assets(
         kind="plain",
@@ -49,6 +49,11 @@ def stored_assets(module: nn.Module, shards: Mapping[str, LazyShard]) -> dict[st
         )
         warn_once(reason)
         return Assets(kind="plain", names={}, files={}, refusal=reason).to_files()
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    """Whether `save_pretrained` of transformers writes it."""
+    return _is_a(module, "transformers", "PreTrainedModel")
 
 
 def _is_a(module: nn.Module, package: str, name: str) -> bool:

@@ -37,18 +37,51 @@ _INSTEAD = (
 def transformers_assets(model: Any, shards: Mapping[str, LazyShard]) -> Assets:
     """What `save_pretrained` would write, without tensors."""
     _warn_of_own_save(next(kind for kind in type(model).__mro__ if "save_pretrained" in vars(kind)))
-    sources = sources_of(model)
-    ignored = set(model._keys_to_ignore_on_save or ())
-    saved = _without_aliases(model, {name: source for name, source in sources.items() if name not in ignored})
-    names, pieces, joined, refusal = _converted(model, {name: available(sources[name], shards).shape for name in saved})
+    sources = saved_tensors(model, sources_of(model))
+    saved = saved_names(model, sources, {source: available(source, shards).shape for source in sources.values()})
     return Assets(
         kind="model",
-        names={"model": {exported: sources[name] for exported, name in names.items()}},
-        pieces=pieces,
-        joined=joined,
-        kept=_kept(model, {name: sources[name] for name in saved}),
+        names={"model": saved.names},
+        pieces=saved.pieces,
+        joined=saved.joined,
+        kept=_kept(model, sources),
         files=_files(model),
-        refusal=refusal or _quantized(model),
+        refusal=saved.refusal or _quantized(model),
+    )
+
+
+class SavedNames(NamedTuple):
+    """The tensors that `save_pretrained` writes, by their names in the file."""
+
+    names: dict[str, str]
+    """The name in the model."""
+    pieces: dict[str, TensorSlice]
+    """The part of the model's tensor, if it is not the whole tensor."""
+    joined: dict[str, list[str]]
+    """The names in the model, if the tensor consists of several, one after the other."""
+    refusal: str | None = None
+    """A reason where the files would hold something else."""
+
+
+def saved_tensors(model: Any, sources: Mapping[str, str]) -> dict[str, str]:
+    """Those tensors of a model that `save_pretrained` writes, by each name that it keeps, with their first names."""
+    ignored = set(model._keys_to_ignore_on_save or ())
+    saved = {name: source for name, source in sources.items() if name not in ignored}
+    return {name: saved[name] for name in _without_aliases(model, saved)}
+
+
+def saved_names(model: Any, sources: Mapping[str, str], shapes: Mapping[str, torch.Size]) -> SavedNames:
+    """What `save_pretrained` would call the tensors of a model.
+
+    Args:
+        model: Sharded or not; its tensors are not read.
+        sources: Of `saved_tensors`.
+        shapes: By the first names.
+    """
+    converted = _converted(model, {name: shapes[source] for name, source in sources.items()})
+    return converted._replace(
+        names={exported: sources[name] for exported, name in converted.names.items()},
+        joined={exported: [sources[name] for name in names] for exported, names in converted.joined.items()},
     )
 
 
@@ -64,24 +97,11 @@ def _warn_of_own_save(kind: type) -> None:
         )
 
 
-class _Converted(NamedTuple):
-    """What transformers' conversion makes of a model's tensors, by their names in the file."""
-
-    names: dict[str, str]
-    """The name in the model."""
-    pieces: dict[str, TensorSlice]
-    """The part of the model's tensor, if it is not the whole tensor."""
-    joined: dict[str, list[str]]
-    """The names in the model, if the tensor consists of several, one after the other."""
-    refusal: str | None = None
-    """A reason where the files would hold something else."""
+def _refused(subject: str, why: str) -> SavedNames:
+    return SavedNames({}, {}, {}, f"{subject}: {_CONVERTED}{why}")
 
 
-def _refused(subject: str, why: str) -> _Converted:
-    return _Converted({}, {}, {}, f"{subject}: {_CONVERTED}{why}")
-
-
-def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> _Converted:
+def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> SavedNames:
     """The names under which a model's tensors are saved: transformers' own conversion, applied to meta tensors.
 
     Args:
@@ -99,7 +119,7 @@ def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> _Converted:
             reverted: dict[str, Tensor] = revert_weight_conversion(model, dict(empty))
     except Exception as error:  # any error: a model that can be trained must still be saved
         return _refused(type(model).__name__, f" ({error}); {_INSTEAD}")
-    converted = _Converted({}, {}, {})
+    converted = SavedNames({}, {}, {})
     for exported, tensor in reverted.items():
         whole, parts = mode.joined.get(_storage(tensor), (tensor, [tensor]))
         names = [name_of.get(_storage(part), "") for part in parts]

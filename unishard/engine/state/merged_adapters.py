@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import ContractError
 
 _PREFIX = "base_model.model."
@@ -16,18 +17,20 @@ _BASE = "base_layer."
 class MergedAdapters:
     """Names and weights of the base model, with what its active adapters add."""
 
-    def __init__(self, module: nn.Module, full: Callable[[str], Tensor]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         """Find the adapters.
 
         Args:
             module: A model with adapters of peft, or without any.
-            full: Reads a full weight by its name in `module`. Collective.
 
         Raises:
             ContractError: An adapter is of a kind that is not merged here.
         """
-        self._full = full
-        self._prefix = _PREFIX if hasattr(module, "peft_config") and hasattr(module, "base_model") else ""
+        model: Any = module
+        wrapped = hasattr(model, "peft_config") and hasattr(model, "base_model")
+        self._prefix = _PREFIX if wrapped else ""
+        self.base: nn.Module = model.get_base_model() if wrapped else model
+        """The model to which the adapters were added."""
         parts: list[tuple[str, Any]] = [*module.named_modules()]
         self._layers = {f"{path}.": part for path, part in parts if hasattr(part, "base_layer")}
         self._copies = {
@@ -54,18 +57,46 @@ class MergedAdapters:
                 return self._outer(path + inner.removeprefix(_BASE)) if inner.startswith(_BASE) else None
         return self._outer(name)
 
-    def full(self, name: str) -> Tensor:
-        """The weight, by its name in the model with adapters. Collective."""
-        full = self._full(name)
+    def needed_for(self, names: Iterable[str]) -> list[str]:
+        """The matrices that are multiplied for these weights; all by their names in the model with adapters."""
+        return [*dict.fromkeys(name for weight in names for pair in self._pairs(weight) for name in pair[:2])]
+
+    def added_to(self, name: str, weight: LazyShard, matrices: Mapping[str, Tensor]) -> LazyShard:
+        """This rank's shard of a weight together with what adapters add to it.
+
+        Args:
+            name: Of the weight, in the model with adapters.
+            weight: Its shard.
+            matrices: Those that it needs, in full.
+        """
+        pairs = [*self._pairs(name)]
+        if not pairs:
+            return weight
+
+        def read(begin: int, end: int) -> Tensor:
+            columns = weight.shape[1]
+            first, last = begin // columns, -(-end // columns)  # rows, of which this rank may have a part
+            values = weight.read(begin, end).float()
+            for inner, outer, scaling, transposed in pairs:
+                left, right = matrices[outer], matrices[inner]
+                left, right = (right.T, left.T) if transposed else (left, right)
+                added = (left[first:last] @ right).reshape(-1) * scaling
+                values = values.to(added) + added[begin - first * columns : end - first * columns]
+            return values
+
+        return weight._replace(read=read)
+
+    def _pairs(self, name: str) -> Iterator[tuple[str, str, float, bool]]:
+        """Of each adapter that changes a weight: its two matrices, what their product is scaled by, and whether that is
+        transposed.
+        """
         path = name.removesuffix(f"{_BASE}weight")
         if path not in self._layers:
-            return full
+            return
         layer = self._layers[path]
         for adapter in _added(layer):
-            first, second = (self._full(f"{path}{part}.{adapter}.weight") for part in ("lora_A", "lora_B"))
-            delta = (second @ first) * layer.scaling[adapter]
-            full += delta.T if getattr(layer, "fan_in_fan_out", False) else delta
-        return full
+            inner, outer = (f"{path}{part}.{adapter}.weight" for part in ("lora_A", "lora_B"))
+            yield inner, outer, layer.scaling[adapter], getattr(layer, "fan_in_fan_out", False)
 
     def _outer(self, name: str) -> str:
         return name.removeprefix(self._prefix)

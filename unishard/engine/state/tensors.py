@@ -78,12 +78,13 @@ class StateTensors:
         """The moving average, by checkpoint name."""
         return {} if self.average is None else self.average.to_save()
 
-    def to_export(self, merged: Mapping[str, Tensor] | None = None) -> dict[str, LazyShard]:
+    def by_name(self, merged: Mapping[str, Tensor] | None = None) -> dict[str, Shard]:
         """Parameters and persistent buffers, by name in the module; `merged` as in `model_shards`."""
-        return {
-            name.removeprefix(tensor_names.PARAMETERS): lazy_shard_of(shard)
-            for name, shard in self.model_shards(merged).items()
-        }
+        return {name.removeprefix(tensor_names.PARAMETERS): shard for name, shard in self.model_shards(merged).items()}
+
+    def to_export(self, merged: Mapping[str, Tensor] | None = None) -> dict[str, LazyShard]:
+        """The same to be written, see `by_name`."""
+        return {name: lazy_shard_of(shard) for name, shard in self.by_name(merged).items()}
 
     def buffers(self) -> dict[str, Tensor]:
         """The persistent buffers, under every name."""
