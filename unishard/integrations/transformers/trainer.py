@@ -27,6 +27,7 @@ from unishard.integrations.accelerate.trained import Trained
 from unishard.integrations.saving import replace_checkpoint
 from unishard.integrations.transformers.arguments import config_for, section_of_deepspeed
 from unishard.integrations.transformers.checkpoints import converted, is_sharded
+from unishard.integrations.transformers.replaced_heads import finish_whole, read_by_forward
 
 __all__ = ["UnishardMixin", "UnishardTrainer"]
 
@@ -265,13 +266,22 @@ class _TrainersAccelerator(Accelerator):
     def _train(self, optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> Trained:
         names = {parameter: name for model in models for name, parameter in model.named_parameters()}
         self.groups = [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
-        return super()._train(optimizer, models)
+        trained = super()._train(optimizer, models)
+        trained.engine.framework.finish_whole(finish_whole)
+        return trained
+
+    def prepare_model(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """As Accelerate's; outputs of a replaced forward are those of whole samples."""
+        model = super().prepare_model(*args, **kwargs)
+        for engine in self._replicas:
+            engine.framework.finish_whole(finish_whole)
+        return model
 
     def heads(self) -> Iterator[tuple[Engine, list[str]]]:
         """The engines whose model has a forward of its own in place of its class's, and the weights of its head."""
         for engine in (*(trained.engine for trained in self._trained), *self._replicas):
             if engine not in self._heads:
-                self._heads[engine] = _read_by_forward(engine.module)
+                self._heads[engine] = read_by_forward(engine.module)
             if self._heads[engine]:
                 yield engine, self._heads[engine]
 
@@ -308,13 +318,3 @@ class _TrainersAccelerator(Accelerator):
 
 _open: WeakSet[_TrainersAccelerator] = WeakSet()
 """Of the Trainers of this process."""
-
-
-def _read_by_forward(model: nn.Module) -> list[str]:
-    """Names of head weights that a replaced forward may read outside their module."""
-    owners: list[Any] = [
-        module for module in model.modules() if "forward" in vars(module) and hasattr(module, "get_output_embeddings")
-    ]
-    heads = [head for module in owners if (head := module.get_output_embeddings()) is not None]
-    head_parameters = {parameter for head in heads for parameter in head.parameters()}
-    return [name for name, parameter in model.named_parameters() if parameter in head_parameters]
