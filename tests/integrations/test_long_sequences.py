@@ -18,7 +18,7 @@ pytest.importorskip("accelerate", reason="pip install 'unishard[trainer]'")
 pytest.importorskip("transformers", reason="pip install 'unishard[trainer]'")
 
 import transformers
-from sequence_programs import ROWS, UPDATES, WINDOW, collate, equal, model, plain, sample, samples, summed
+from sequence_programs import LENGTH, ROWS, UPDATES, WINDOW, collate, equal, model, plain, sample, samples, summed
 from test_on_accelerate import shared_folder
 
 
@@ -168,6 +168,25 @@ def test_the_trainer_evaluates_and_predicts_whole_samples_once(backend):
     kept = collate(data)["attention_mask"].bool()
     torch.testing.assert_close(torch.tensor(predicted.predictions)[kept], torch.stack(logits)[kept], rtol=0, atol=1e-5)
     assert (torch.tensor(predicted.label_ids) == collate(data)["labels"]).all()
+
+
+@in_ranks(cells=(("fsdp", "full_shard"), ("deepspeed", "no_shard")))
+def test_the_trainer_generates_of_whole_samples(backend, strategy):
+    from unishard.integrations.transformers import UnishardMixin
+
+    base = type("OnUnishard", (UnishardMixin, transformers.Seq2SeqTrainer), {})
+    given = {"predict_with_generate": True, "generation_max_length": LENGTH + 4, "max_steps": 1}
+    args = arguments(shared_folder(), kind=transformers.Seq2SeqTrainingArguments, **given)
+    cfg = configured(backend) | {"sharding": strategy}
+    ours = base(model(), args, train_dataset=samples(), data_collator=collate, unishard=cfg)
+    ours.train()
+    predicted = ours.predict(samples(7)).predictions
+    made = model()
+    made.load_state_dict(ours.accelerator.engine.weights.state_dict(all_ranks=True))
+    ours.accelerator.close()
+    prompts = {name: value for name, value in collate(samples(7)).items() if name != "labels"}
+    expected = made.eval().generate(**prompts, max_length=LENGTH + 4)
+    assert predicted[:, LENGTH : LENGTH + 4].tolist() == expected[:, LENGTH:].tolist()
 
 
 @in_ranks(cells=(("fsdp", "deepspeed"), ("deepspeed", "fsdp")))

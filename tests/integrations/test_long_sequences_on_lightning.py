@@ -218,6 +218,48 @@ def test_epochs_and_a_resume_on_the_other_engine(backend, other):
     assert alone.global_step == 5  # two readers of two batches each
 
 
+class Generates(Language):
+    """Whose steps generate."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def generated(self):
+        tokens = self.model.generate(PROMPT[: 1 + self.global_rank], max_new_tokens=3 + self.global_rank)
+        self.seen.append((tokens, {name: value.clone() for name, value in whole_weights(self).items()}))
+
+    def training_step(self, batch, index):
+        self.generated()
+        return super().training_step(batch, index)
+
+    def validation_step(self, batch, index):
+        self.generated()
+        super().validation_step(batch, index)
+
+
+PROMPT = torch.arange(3, 13).view(2, 5)
+
+
+def whole_weights(module):
+    state = module.trainer.strategy.engine.weights.state_dict(all_ranks=True)
+    return {name.removeprefix("model."): value for name, value in state.items()}
+
+
+@in_ranks(cells=(("fsdp", "full_shard"), ("deepspeed", "no_shard")))
+def test_steps_generate_of_whole_samples(backend, strategy):
+    options = SHARED | {"sharding": strategy}
+    run, module = trainer(backend, options, max_steps=2, accumulate_grad_batches=1), Generates()
+    run.fit(module, loader(), loader(2))
+    rank = module.global_rank
+    run.strategy.engine.close()
+    for tokens, weights in module.seen:
+        alone = model().eval()
+        alone.load_state_dict(weights)
+        assert tokens.tolist() == alone.generate(PROMPT[: 1 + rank], max_new_tokens=3 + rank).tolist()
+    assert len(module.seen) == 3
+
+
 class Beside(Language):
     """Has parameters that no model has."""
 

@@ -88,7 +88,7 @@ class Framework:
             raise
 
     def routed(self, *methods: str, parts: Iterable[str] = (), itself: bool = True) -> nn.Module:
-        """Let calls of the model itself run through the engine. Not collective.
+        """Let calls of the model itself run through the engine, and `generate` of its parts. Not collective.
 
         The model keeps its identity and its weights' names; its class becomes a subclass of its own with the same name,
         until the engine is closed or `routed` is called again.

@@ -111,6 +111,8 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
             compute = self.accelerator.config.precision.compute
             _logger.warning("TrainingArguments.%s: not applied; the engine evaluates in %s", full[0], compute)
         try:
+            if self.accelerator.sharing.on and self.gather_function == self.accelerator.gather:  # where it generates
+                self.gather_function = self.accelerator.gather_of_groups
             for name in full if casts else ():
                 setattr(self.args, name, False)
             return super().evaluation_loop(*args, **kwargs)
@@ -284,6 +286,10 @@ class _TrainersAccelerator(Accelerator):
                 self._heads[engine] = read_by_forward(engine.module)
             if self._heads[engine]:
                 yield engine, self._heads[engine]
+
+    def gather_of_groups(self, tensor: Any) -> Any:
+        """As `gather`; of ranks that share samples, one counts."""
+        return self.sharing.once(self.gather(tensor))
 
     def load(self, folder: Path) -> None:
         """Continue the model that trains from a checkpoint."""
