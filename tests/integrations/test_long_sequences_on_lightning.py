@@ -10,7 +10,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "ranks"))
-from harness import in_ranks, refused
+from harness import DEEP, in_ranks, refused
 
 from unishard.testing.cells import BACKENDS
 
@@ -154,6 +154,18 @@ def test_the_trainer_trains_as_one_process(backend, kind):
 @in_ranks(world=4, cells=tuple((backend,) for backend in BACKENDS))
 def test_the_trainer_beside_data_parallelism(backend):
     trained(backend, 2)
+
+
+@in_ranks(cells=tuple((backend,) for backend in (BACKENDS if DEEP else BACKENDS[:1])))
+def test_the_trainer_trains_in_bf16(backend):
+    losses, norms, *_ = plain(1, mean="batch", data=read_in_order(1))
+    run, module = trainer(backend, SHARED | {"precision": "bf16"}, precision="bf16-mixed"), Language()
+    run.fit(module, loader())
+    dtypes = {value.dtype for value in run.strategy.engine.weights.state_dict().values()}
+    run.strategy.engine.close()
+    assert summary(module.losses) == pytest.approx(losses, rel=5e-3)
+    assert module.norms == pytest.approx(norms, rel=2e-2)
+    assert dtypes <= {torch.float32}
 
 
 @in_ranks(cells=tuple((backend,) for backend in BACKENDS))
