@@ -15,6 +15,7 @@ from torch import nn
 
 import unishard
 from benchmarks.gpu.llamas import Size
+from benchmarks.sized_llama import llama_of
 
 Step = Callable[[], torch.Tensor]
 """One optimizer step; returns its loss, on the device."""
@@ -32,23 +33,8 @@ def device() -> torch.device:
 
 def model(size: Size, on: torch.device | None = None) -> nn.Module:
     """In fp32; by default made on the device, where random numbers are fast."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    cfg = LlamaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.inner,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        max_position_embeddings=size.length,
-        tie_word_embeddings=size.tied,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(7)
     with on or device():
-        return LlamaForCausalLM(cfg).train()
+        return llama_of(size, kv_heads=size.kv_heads, tied=size.tied)
 
 
 def batches(size: Size, count: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unishard.testing.models import llama
+from benchmarks.sized_llama import llama_of
 
 ENGINES = ("fsdp", "deepspeed")
 STRATEGIES = ("full_shard", "shard_grad_op")
@@ -64,17 +64,7 @@ class Cell(NamedTuple):
 
     def build(self) -> nn.Module:
         """The same random weights on every call, in fp32."""
-        size = self.size
-        return llama(
-            vocab_size=size.vocabulary,
-            hidden_size=size.hidden,
-            intermediate_size=size.inner,
-            num_hidden_layers=size.layers,
-            num_attention_heads=size.heads,
-            num_key_value_heads=size.heads,
-            max_position_embeddings=size.length,
-            attn_implementation="sdpa",
-        ).train()
+        return llama_of(self.size)
 
     def micro_batches(self, rank: int) -> Iterator[Batch]:
         """Those of a rank, without end."""

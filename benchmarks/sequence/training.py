@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import unishard
 from benchmarks.peers.by_hand import adamw, deepspeed_settings, quiet
 from benchmarks.peers.cell import BETAS, CLIP, DECAY, EPS, LR, Cell, Size
-from unishard.testing.models import llama
+from benchmarks.sized_llama import llama_of
 
 ENGINES = ("fsdp", "deepspeed")
 SIZE = Size(256, 688, 4, 8, 8192, 1, 2048, 1, 1)
@@ -40,16 +40,7 @@ class Candidate(NamedTuple):
 
 def build(length: int) -> nn.Module:
     """The same random weights on every call, in fp32."""
-    return llama(
-        vocab_size=SIZE.vocabulary,
-        hidden_size=SIZE.hidden,
-        intermediate_size=SIZE.inner,
-        num_hidden_layers=SIZE.layers,
-        num_attention_heads=SIZE.heads,
-        num_key_value_heads=SIZE.heads,
-        max_position_embeddings=length,
-        attn_implementation="sdpa",
-    ).train()
+    return llama_of(SIZE._replace(length=length))
 
 
 def samples(length: int) -> list[dict[str, Tensor]]:

@@ -85,7 +85,8 @@ def test_what_an_engine_is() -> None:
     }
     assert members(Gradients) == {"read", "write", "norms", "norm", "loss_scale"}
     assert members(Framework) == {
-        *("set_boundary", "scaled_backward", "routed", "reached_by", "on_save", "leave", "release"),
+        *("set_boundary", "scaled_backward", "routed", "finish_whole", "reached_by", "on_save"),
+        *("leave", "release"),
     }
     assert Resumed._fields == ("path", "step", "epoch", "state", "notes")
     assert Step._fields == ("updated", "grad_norm", "lr", "skipped")

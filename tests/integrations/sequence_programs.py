@@ -56,7 +56,7 @@ def summed(made, batch, smoothing=0.0):
     return loss, (labels != -100).sum()
 
 
-def plain(readers, *, mean="tokens", smoothing=0.0, updates=UPDATES, rate=0.1, data=None):
+def plain(readers, *, mean="tokens", smoothing=0.0, updates=UPDATES, rate=0.1, data=None, made=None):
     """Losses, norms and weights of plain torch, of a number of readers.
 
     Args:
@@ -66,8 +66,9 @@ def plain(readers, *, mean="tokens", smoothing=0.0, updates=UPDATES, rate=0.1, d
         updates: How many.
         rate: Of learning.
         data: The samples in the order in which they are read; by default `samples()`.
+        made: The model; by default `model()`.
     """
-    made, data = model(), data or samples()
+    made, data = made or model(), data or samples()
     optimizer = torch.optim.SGD(made.parameters(), lr=rate)
     losses, norms, each = [], [], WINDOW * readers
     for update in range(updates):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "ranks"))
-from harness import in_ranks, my_rank, refused
+from harness import DEEP, in_ranks, my_rank, refused
 
 from unishard.testing.cells import BACKENDS
 
@@ -18,7 +18,20 @@ pytest.importorskip("accelerate", reason="pip install 'unishard[trainer]'")
 pytest.importorskip("transformers", reason="pip install 'unishard[trainer]'")
 
 import transformers
-from sequence_programs import ROWS, UPDATES, WINDOW, collate, equal, model, plain, sample, samples, summed
+from sequence_programs import (
+    LENGTH,
+    ROWS,
+    SMALL,
+    UPDATES,
+    WINDOW,
+    collate,
+    equal,
+    model,
+    plain,
+    sample,
+    samples,
+    summed,
+)
 from test_on_accelerate import shared_folder
 
 
@@ -76,6 +89,7 @@ def trained(cfg, readers, *, expected=None, **options):
 
 
 with_trl = pytest.mark.skipif(find_spec("trl") is None, reason="pip install trl datasets")
+with_peft = pytest.mark.skipif(find_spec("peft") is None, reason="pip install peft")
 VARIANTS = {
     "tokens": ({}, {}),
     "means": ({"average_tokens_across_devices": False}, {"mean": "readers"}),
@@ -149,6 +163,30 @@ def test_what_saves_memory_changes_nothing_in_the_trainer(backend):
     assert loss == pytest.approx(evaluated(made, samples(3 * ROWS))[0], rel=1e-6)
 
 
+def adapted():
+    """A model with LoRA on attention and head, of which every weight reaches the loss."""
+    import peft
+
+    made = peft.get_peft_model(model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"]))
+    torch.manual_seed(2)
+    for name, value in made.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(value, std=0.1)
+    return made
+
+
+@with_peft
+@in_ranks(cells=tuple((backend,) for backend in (BACKENDS if DEEP else BACKENDS[1:])))
+def test_lora_trains_on_long_sequences_with_the_loss_in_chunks(backend):
+    losses, norms, weights, _ = plain(1, made=adapted())
+    chunks = {"training": {"loss_chunk_tokens": 3}}
+    ours = trainer(configured(backend, **chunks), shared_folder(), given=adapted(), prediction_loss_only=True)
+    ours.train()
+    found, state = history(ours), ours.accelerator.engine.weights.state_dict()
+    ours.accelerator.close()
+    equal(found, {"losses": losses, "norms": norms}, weights, state)
+
+
 @in_ranks(world=4, cells=tuple((backend,) for backend in BACKENDS))
 def test_the_trainer_evaluates_and_predicts_whole_samples_once(backend):
     *_, made = plain(2)
@@ -168,6 +206,25 @@ def test_the_trainer_evaluates_and_predicts_whole_samples_once(backend):
     kept = collate(data)["attention_mask"].bool()
     torch.testing.assert_close(torch.tensor(predicted.predictions)[kept], torch.stack(logits)[kept], rtol=0, atol=1e-5)
     assert (torch.tensor(predicted.label_ids) == collate(data)["labels"]).all()
+
+
+@in_ranks(cells=(("fsdp", "full_shard"), ("deepspeed", "no_shard")))
+def test_the_trainer_generates_of_whole_samples(backend, strategy):
+    from unishard.integrations.transformers import UnishardMixin
+
+    base = type("OnUnishard", (UnishardMixin, transformers.Seq2SeqTrainer), {})
+    given = {"predict_with_generate": True, "generation_max_length": LENGTH + 4, "max_steps": 1}
+    args = arguments(shared_folder(), kind=transformers.Seq2SeqTrainingArguments, **given)
+    cfg = configured(backend) | {"sharding": strategy}
+    ours = base(model(), args, train_dataset=samples(), data_collator=collate, unishard=cfg)
+    ours.train()
+    predicted = ours.predict(samples(7)).predictions
+    made = model()
+    made.load_state_dict(ours.accelerator.engine.weights.state_dict(all_ranks=True))
+    ours.accelerator.close()
+    prompts = {name: value for name, value in collate(samples(7)).items() if name != "labels"}
+    expected = made.eval().generate(**prompts, max_length=LENGTH + 4)
+    assert predicted[:, LENGTH : LENGTH + 4].tolist() == expected[:, LENGTH:].tolist()
 
 
 @in_ranks(cells=(("fsdp", "deepspeed"), ("deepspeed", "fsdp")))
@@ -293,7 +350,7 @@ def documents(count=24):
     return [{name: row[name].tolist() for name in ("input_ids", "labels")} for row in rows]
 
 
-def of_trl(kind, cfg, folder, data, **options):
+def of_trl(kind, cfg, folder, data, *, judge=None, **options):
     import datasets
     import trl
     from test_on_trl import tokenizer
@@ -308,7 +365,7 @@ def of_trl(kind, cfg, folder, data, **options):
         from unishard.integrations.transformers import UnishardMixin
 
         base, extra = type(f"Unishard{kind}", (UnishardMixin, base), {}), {"unishard": cfg}
-    made = model()
+    made = judge or model()
     if my_rank() == 0:
         made.save_pretrained(f"{folder}/model")  # where TRL reads its reference from
     torch.distributed.barrier()
@@ -375,6 +432,36 @@ def test_dpo_of_trl_is_that_of_its_own_run(backend):
             made.accelerator.close()
     assert len(found[0]) == 6 * UPDATES
     torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-5, atol=1e-6)
+
+
+JUDGED = [{"prompt": f"w{n} w3 w5", "completion": f" w{n + 2} w{n % 7}", "label": n % 3 > 0} for n in range(24)]
+
+
+@with_trl
+@in_ranks(cells=tuple((backend,) for backend in (BACKENDS if DEEP else BACKENDS[:1])))
+def test_kto_of_trl_is_that_of_its_own_run(backend):
+    twice = [row for first in range(0, len(JUDGED), ROWS) for row in JUDGED[first : first + ROWS] * 2]
+    found = []
+    for cfg, data in ((None, twice), (configured(backend), JUDGED)):
+        made = of_trl("KTO", cfg, shared_folder(), data)
+        made.train()
+        names = ("loss", "grad_norm", "kl", "rewards/chosen", "logps/rejected", "logits/chosen", "entropy")
+        found.append([float(entry[name]) for entry in made.state.log_history for name in names if name in entry])
+        if cfg is not None:
+            made.accelerator.close()
+    assert len(found[0]) > 5 * UPDATES
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(found[0]), rtol=1e-5, atol=1e-6)
+
+
+@with_trl
+@in_ranks(cells=(("fsdp",),))
+def test_a_reward_model_of_trl_is_refused_by_its_head(backend):
+    pairs = [{name: row["prompt"] + row[name] for name in ("chosen", "rejected")} for row in PAIRS]
+    judge = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SMALL, num_labels=1))
+    made = of_trl("Reward", configured(backend), shared_folder(), pairs, judge=judge)
+    problem = refused(made.train)
+    made.accelerator.close()
+    assert "LlamaForSequenceClassification mixes positions" in problem
 
 
 @with_trl

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "ranks"))
-from harness import in_ranks, refused
+from harness import DEEP, in_ranks, refused
 
 from unishard.testing.cells import BACKENDS
 
@@ -156,6 +156,18 @@ def test_the_trainer_beside_data_parallelism(backend):
     trained(backend, 2)
 
 
+@in_ranks(cells=tuple((backend,) for backend in (BACKENDS if DEEP else BACKENDS[:1])))
+def test_the_trainer_trains_in_bf16(backend):
+    losses, norms, *_ = plain(1, mean="batch", data=read_in_order(1))
+    run, module = trainer(backend, SHARED | {"precision": "bf16"}, precision="bf16-mixed"), Language()
+    run.fit(module, loader())
+    dtypes = {value.dtype for value in run.strategy.engine.weights.state_dict().values()}
+    run.strategy.engine.close()
+    assert summary(module.losses) == pytest.approx(losses, rel=5e-3)
+    assert module.norms == pytest.approx(norms, rel=2e-2)
+    assert dtypes <= {torch.float32}
+
+
 @in_ranks(cells=tuple((backend,) for backend in BACKENDS))
 def test_manual_optimization(backend):
     trained(backend, 1, Manual, accumulate_grad_batches=1, gradient_clip_val=None)
@@ -216,6 +228,48 @@ def test_epochs_and_a_resume_on_the_other_engine(backend, other):
     alone.fit(third, loader(EPOCH), ckpt_path=f"{folder}/last.ckpt")
     alone.strategy.engine.close()
     assert alone.global_step == 5  # two readers of two batches each
+
+
+class Generates(Language):
+    """Whose steps generate."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def generated(self):
+        tokens = self.model.generate(PROMPT[: 1 + self.global_rank], max_new_tokens=3 + self.global_rank)
+        self.seen.append((tokens, {name: value.clone() for name, value in whole_weights(self).items()}))
+
+    def training_step(self, batch, index):
+        self.generated()
+        return super().training_step(batch, index)
+
+    def validation_step(self, batch, index):
+        self.generated()
+        super().validation_step(batch, index)
+
+
+PROMPT = torch.arange(3, 13).view(2, 5)
+
+
+def whole_weights(module):
+    state = module.trainer.strategy.engine.weights.state_dict(all_ranks=True)
+    return {name.removeprefix("model."): value for name, value in state.items()}
+
+
+@in_ranks(cells=(("fsdp", "full_shard"), ("deepspeed", "no_shard")))
+def test_steps_generate_of_whole_samples(backend, strategy):
+    options = SHARED | {"sharding": strategy}
+    run, module = trainer(backend, options, max_steps=2, accumulate_grad_batches=1), Generates()
+    run.fit(module, loader(), loader(2))
+    rank = module.global_rank
+    run.strategy.engine.close()
+    for tokens, weights in module.seen:
+        alone = model().eval()
+        alone.load_state_dict(weights)
+        assert tokens.tolist() == alone.generate(PROMPT[: 1 + rank], max_new_tokens=3 + rank).tolist()
+    assert len(module.seen) == 3
 
 
 class Beside(Language):

@@ -1,15 +1,22 @@
-"""The planned traffic of attention between the ranks that share samples is that of a run."""
+"""The planned traffic and memory of attention between the ranks that share samples are those of a run."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
-from harness import BACKENDS, config, in_ranks, my_rank
+from harness import BACKENDS, DEEP, config, in_ranks, my_rank
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import unishard
+from unishard.sequence.tiles import measured
 from unishard.tools.plan.exchange import exchanged_in
 from unishard.tools.plan.model import PlannedModel
 
@@ -83,3 +90,60 @@ def test_sizes_of_attention_are_those_that_a_config_has(tmp_path):
     cfg = unishard.Config()
     assert tuple(PlannedModel(str(tmp_path / "llama"), cfg).attention) == (3, 4, 2, 4)
     assert PlannedModel(str(tmp_path / "compressed"), cfg).attention is None
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes of tensors that operations have made and something still holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = self._now = 0
+        self._seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and type(tensor) is not DTensor:
+                self._count(tensor.untyped_storage())
+        return made
+
+    def _count(self, storage):
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self._now += nbytes
+        self.most = max(self.most, self._now)
+        weakref.finalize(storage, self._freed, key, nbytes)
+
+    def _freed(self, key, nbytes):
+        self._seen.discard(key)
+        self._now -= nbytes
+
+
+LONG = 3072
+MEMORY = tuple(
+    (backend, method, recomputation)
+    for number, recomputation in enumerate(("none", "full"))
+    for method, first in zip(("ulysses", "allgather"), range(number, number + 2), strict=True)
+    for backend in (BACKENDS if DEEP else BACKENDS[first % 2 :][:1])
+)
+
+
+@in_ranks(cells=MEMORY)
+def test_planned_activations_are_those_of_a_run(backend, method, recomputation, root):
+    sections = {"parallel": {"sequence": {"size": 2, "method": method}}, "activation_checkpointing": recomputation}
+    cfg = config(backend, "full_shard", training={"micro_batch_size": ROWS}, **sections)
+    folder = f"{root}/memory-{my_rank()}"
+    llama(2).save_pretrained(folder)
+    planned = PlannedModel(folder, cfg).activations(ROWS, LONG // 2, recomputation).peak
+    ids = [*range(1, 31)] * LONG
+    samples = [{"input_ids": ids[:LONG], "labels": ids[:LONG]} for _ in range(3 * ROWS)]
+    loader = unishard.dataloader(samples, cfg, collate_fn=transformers.DefaultDataCollator())
+    with unishard.prepare(transformers.LlamaForCausalLM(llama(2)), cfg) as engine, measured():
+        for index, batch in enumerate(engine.batches(loader)):
+            alive = Alive()
+            with alive if index else nullcontext():  # the first proves that the model can be split
+                engine.backward(engine(**batch).loss)
+            engine.step()
+    assert alive.most == pytest.approx(planned, rel=0.05)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from harness import BACKENDS, config, in_ranks, refused
 from harness.training import EACH
 from sequence_models import LENGTH, VOCABULARY, Own, Packed, batch_of, build
@@ -106,6 +109,84 @@ class Scored(nn.Module):
         if shift_labels is None:
             return (logits,)
         return functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten()), logits
+
+
+def _loaded(implementation: str) -> Any:
+    """A model as `from_pretrained` returns it with `attn_implementation`, whose kernels need not be here."""
+    model: Any = build("llama")
+    model.config._attn_implementation_internal = implementation
+    return model
+
+
+def _doubled(module, query, key, value, mask, scaling=None, **options):
+    """Attention that no one else has."""
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=2 * scaling), None
+
+
+@in_ranks(
+    cells=tuple(
+        (BACKENDS[number % 2], name)
+        for number, name in enumerate(("eager", "flex_attention", "flash_attention_2", "flash_attention_3"))
+    )
+)
+def test_attention_of_another_name_is_replaced_and_logged_once(backend, name):
+    cfg, lines = configured(backend), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("unishard")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    reference, _ = expected(cfg, "llama", 1)
+    installed = mock.patch.object(
+        transformers.PreTrainedModel, "_check_and_adjust_attn_implementation", lambda model, name, **options: name
+    )
+    try:
+        with installed, unishard.prepare(model := _loaded(name), cfg) as engine:
+            curve = trained(engine, cfg, "llama")
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert_equal(curve, reference)
+    assert model.config._attn_implementation == name
+    said = [line for line in lines if "attn_implementation" in line]
+    text = f"parallel.sequence: unishard computes the attention of LlamaForCausalLM, in place of {name}"
+    assert said == [f"{text} (attn_implementation)"] * (not dist.get_rank())
+
+
+@in_ranks(cells=EACH)
+def test_attention_by_a_function_of_the_scripts_own_is_refused(backend):
+    transformers.AttentionInterface.register("doubled", _doubled)
+    transformers.AttentionMaskInterface.register("doubled", transformers.masking_utils.sdpa_mask)
+    model = build("llama")
+    model.set_attn_implementation("doubled")
+    message = refused(unishard.prepare, model, configured(backend))
+    assert "attn_implementation of LlamaForCausalLM is doubled, a function of test_sequence_traps" in message
+    assert "call model.set_attn_implementation('sdpa') before prepare if that is the same" in message
+    assert model.config._attn_implementation == "doubled"
+
+
+@in_ranks(cells=EACH)
+def test_dropout_and_weights_of_eager_attention(backend):
+    """Dropout drops as it does there; weights, which no rank has, are refused."""
+    cfg = configured(backend, training={"micro_batch_size": 2})
+    model: Any = _loaded("eager")
+    for block in model.model.layers:
+        block.self_attn.attention_dropout = 0.5
+    losses = []
+    with unishard.prepare(model, cfg) as engine:
+        (part,) = engine.batches([batch_of(Packed(packed=False), 0)])
+        for _ in range(2):
+            loss = engine(**part).loss
+            engine.backward(loss)
+            engine.step(clip_grad_norm=1e-12)
+            losses.append(loss.item())
+        engine.eval()
+        still = [engine(**part).loss.item() for _ in range(2)]
+        message = refused(lambda: engine(**part, output_attentions=True).attentions)
+    assert abs(losses[0] - losses[1]) > 1e-4
+    assert still[0] == pytest.approx(still[1], rel=1e-7)
+    assert "is asked for attention weights (output_attentions)" in message
 
 
 @in_ranks(cells=EACH)

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 import unishard
 from unishard.config.data_share import data_share_of
-from unishard.errors import ConfigError, DataError
+from unishard.errors import ConfigError, DataError, ModelError
 from unishard.sequence import tiles as tiles_module
 from unishard.sequence.batches import BatchSplitter
 from unishard.sequence.context import KeyRule
 from unishard.sequence.documents import documents_of
 from unishard.sequence.layout import PositionLayout
+from unishard.sequence.replaced_attention import require_plain_scores
 from unishard.sequence.tiles import Scores, attend, tiles
 
 
@@ -213,3 +214,14 @@ def test_a_size_that_does_not_divide_the_ranks() -> None:
         ConfigError, match=r"parallel\.sequence\.size: is 4, which does not divide 6 ranks; write 2 or 3"
     ):
         unishard.translate(cfg, topology=unishard.Topology(6, 6))
+
+
+class _Attends(torch.nn.Module):
+    """An attention layer of transformers."""
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "position_bias"])
+def test_attention_that_changes_its_scores_is_refused_by_name(name: str) -> None:
+    require_plain_scores(_Attends(), {name: None, "sliding_window": 4, "s_aux": torch.ones(2)})
+    with pytest.raises(ModelError, match=f"_Attends chooses or changes scores of attention by {name}, "):
+        require_plain_scores(_Attends(), {name: torch.ones(2)})

@@ -116,15 +116,15 @@ class Engine(OtherNames, Process):
             )
         )
         self._guarded = guarded_module(adapter, plan, order, self._evaluation)
-        called = self if sequences is None else WholeCalls(self, sequences, adapter.device)
-        self._routed = RoutedCalls(module, order, called)
+        whole = None if sequences is None else WholeCalls(self, sequences, adapter.device)
+        self._routed = RoutedCalls(module, order, whole or self, self.generate)
         parameters = NamedParameters(adapter, order, tensors)
         self._weights = Weights(adapter, order, parameters, tensors, trainable, self._buffers, self._accumulation)
         self._gradients = Gradients(
             order, parameters, tensors, self._accumulation, shown, LossScale(plan.model.precision)
         )
         self._framework = Framework(
-            adapter, plan, order, self._accumulation, self._weights, self._checkpoints, self._routed, self.close
+            adapter, plan, order, self._accumulation, self._weights, self._checkpoints, self._routed, whole, self.close
         )
 
     # -- the loop ----------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from unishard.engine.state.sharded_reads import refuse_sharded_read
 from unishard.engine.training_only import require_training
 from unishard.engine.weights import Weights
 from unishard.errors import ContractError
+from unishard.sequence.whole_calls import WholeCalls
 
 
 @entered
@@ -35,6 +36,7 @@ class Framework:
         weights: Weights,
         checkpoints: SaveAndLoad,
         routed: RoutedCalls,
+        whole_calls: WholeCalls | None,
         close: Callable[[], None],
     ) -> None:
         """Called by `unishard.prepare`."""
@@ -45,6 +47,7 @@ class Framework:
         self._weights = weights
         self._checkpoints = checkpoints
         self._routed = routed
+        self._whole_calls = whole_calls
         self._close = close
 
     def set_boundary(self, last: bool) -> None:
@@ -85,7 +88,7 @@ class Framework:
             raise
 
     def routed(self, *methods: str, parts: Iterable[str] = (), itself: bool = True) -> nn.Module:
-        """Let calls of the model itself run through the engine. Not collective.
+        """Let calls of the model itself run through the engine, and `generate` of its parts. Not collective.
 
         The model keeps its identity and its weights' names; its class becomes a subclass of its own with the same name,
         until the engine is closed or `routed` is called again.
@@ -104,6 +107,19 @@ class Framework:
         """
         self._order.require_open("framework.routed")
         return self._routed.open(methods, [*parts], itself=itself)
+
+    def finish_whole(self, finish: Callable[[Mapping[str, Any], Tensor], Tensor]) -> None:
+        """Set what routed calls return of whole sequences, under `parallel.sequence`; nothing without it.
+
+        For a model whose forward a framework has replaced by one that leaves out positions: a rank makes one of each
+        position that it has, and only the whole knows which one of them is left out. Not collective.
+
+        Args:
+            finish: Takes the arguments of a call by their names, and an output joined from the parts of all ranks,
+                `[batch, sequence, ...]`; returns what the caller gets in its place.
+        """
+        if self._whole_calls is not None:
+            self._whole_calls.finish = finish
 
     def reached_by(self, loss: Tensor) -> bool:
         """Whether the backward of a loss would leave gradients on the model; never inside `Weights.frozen`.

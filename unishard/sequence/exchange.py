@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from unishard.sequence.group import SequenceGroup
@@ -41,7 +40,7 @@ def gather_plain(tensor: Tensor, group: SequenceGroup) -> list[Tensor]:
     """The tensors of all ranks, of one shape, without gradients."""
     tensor = tensor.contiguous()
     everyones = [torch.empty_like(tensor) for _ in range(group.size)]
-    dist.all_gather(everyones, tensor, group=group.process_group)
+    group.all_gather(everyones, tensor)
     return everyones
 
 
@@ -49,7 +48,7 @@ def _exchanged(tensor: Tensor, group: SequenceGroup, dim: int) -> Tensor:
     """Send the n-th chunk along `dim` to the n-th rank; returns what was received, stacked."""
     sent = torch.stack([chunk.contiguous() for chunk in tensor.chunk(group.size, dim)])
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group.process_group)
+    group.all_to_all(received, sent)
     return received
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from unishard.sequence.expert_balance import ExpertBalance
 from unishard.sequence.group import SequenceGroup
 from unishard.sequence.known_parts import KnownParts
 from unishard.sequence.layout import PositionLayout
+from unishard.sequence.replaced_attention import replaced_attention
 from unishard.sequence.transformers_models import (
     counts_positions_itself,
     is_transformers,
@@ -30,6 +32,7 @@ from unishard.sequence.transformers_models import (
 )
 
 _IGNORED = -100
+_logger = logging.getLogger("unishard")
 
 
 class SplitForward:
@@ -48,7 +51,8 @@ class SplitForward:
             parts: What was split.
 
         Raises:
-            ModelError: It is one of transformers that computes attention by its own code.
+            ModelError: It is one of transformers that computes attention by its own code, or by a function that
+                transformers does not have.
         """
         self.group, self._layout, self._method, self._parts = group, layout, method, parts
         self.last: SplitBatch | None = None
@@ -66,7 +70,14 @@ class SplitForward:
         self._restore = _nothing
         self.loss: Tensor | None = None
         """That of the last forward, if it was made the mean over the micro-batch of the group."""
+        replaced = replaced_attention(model) if self._is_transformers else []
         self.begin()
+        if replaced and not dist.get_rank():
+            _logger.info(
+                "parallel.sequence: unishard computes the attention of %s, in place of %s (attn_implementation)",
+                type(model).__name__,
+                ", ".join(replaced),
+            )
 
     def begin(self) -> None:
         """Split attention from now on.

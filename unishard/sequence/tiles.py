@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,9 @@ from unishard.sequence.layout import PositionRange
 _BLOCK = 1024
 """Queries whose scores are there at one time, where no fused kernel applies."""
 
+
+_measured = False
+"""Whether a block of `measured` is open."""
 
 _LOWER_RIGHT: CausalBias = causal_lower_right(1, 2)
 """Of any lengths: torch (2.13) cannot make one where operations are looked at, as selective recomputation does."""
@@ -42,6 +46,19 @@ class Scores(NamedTuple):
     softcap: float | None = None
     sinks: Tensor | None = None
     """`[heads]`: a score for each head that takes weight from the keys."""
+
+
+@contextmanager
+def measured() -> Iterator[None]:
+    """A block in which attention takes the memory that it takes on a GPU, whose kernels need no tensor for a causal
+    mask of fewer queries than keys; on a CPU torch makes one. For plans: what it computes is wrong.
+    """
+    global _measured
+    _measured = True
+    try:
+        yield
+    finally:
+        _measured = False
 
 
 def tiles(runs: Sequence[PositionRange], documents: Documents, rule: KeyRule) -> Iterator[Tile]:
@@ -119,7 +136,7 @@ def _allowed(at: Tensor, keyed: Tensor, rule: KeyRule) -> Tensor:
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, rule: KeyRule, scores: Scores) -> Tensor:
-    square = query.shape[2] == key.shape[2]
+    square = query.shape[2] == key.shape[2] or _measured
     bias = None if square or not rule.causal else _ending_together(query.shape[2], key.shape[2])
     return functional.scaled_dot_product_attention(
         query,

@@ -13,6 +13,7 @@ from unishard.errors import ModelError
 from unishard.sequence import context
 from unishard.sequence.attention import split_attention
 from unishard.sequence.context import KeyRule, SplitBatch
+from unishard.sequence.replaced_attention import require_plain_scores
 from unishard.sequence.tiles import Scores
 
 NAME = "unishard_sequence"
@@ -54,10 +55,7 @@ def use_split_attention(model: nn.Module) -> Callable[[], None]:
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for module in models:
         if not module.is_backend_compatible():
-            raise ModelError(
-                f"{type(module).__name__} does not compute all attention by transformers' AttentionInterface, so "
-                "parallel.sequence cannot split it; remove parallel.sequence"
-            )
+            raise _not_by_interface(module)
     before = [module.config._attn_implementation for module in models]
     for module in models:
         module.set_attn_implementation(NAME)
@@ -66,7 +64,18 @@ def use_split_attention(model: nn.Module) -> Callable[[], None]:
         for module, implementation in zip(models, before, strict=True):  # those inside come later
             module.set_attn_implementation(implementation)
 
+    for module in models:
+        if module.config._attn_implementation != NAME:  # transformers has only warned
+            restore()
+            raise _not_by_interface(module)
     return restore
+
+
+def _not_by_interface(module: nn.Module) -> ModelError:
+    return ModelError(
+        f"{type(module).__name__} does not compute all attention by transformers' AttentionInterface, so "
+        "parallel.sequence cannot split it; remove parallel.sequence"
+    )
 
 
 def _mask(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> Mask:
@@ -137,11 +146,7 @@ def _attention(
             f"{type(module).__name__} has a mask of its own, which parallel.sequence does not support; remove "
             "parallel.sequence"
         )
-    if kwargs.get("position_bias") is not None:
-        raise ModelError(
-            f"{type(module).__name__} adds a bias to the scores, which parallel.sequence does not support; remove "
-            "parallel.sequence"
-        )
+    require_plain_scores(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = Scores(scale, dropout, kwargs.get("softcap"), kwargs.get("s_aux"))
     output = split_attention(query, key, value, mask.split, mask.rule, scores)

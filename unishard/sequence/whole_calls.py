@@ -19,9 +19,6 @@ from unishard.sequence.split_sequences import SplitSequences
 
 _ITEMS = "num_items_in_batch"
 _LABELS = ("labels", "shift_labels")
-_FUSED = "fused_lm_head"
-"""The argument of a head of TRL (1.16), which returns a number for each label that it has shifted, so none for the last
-token; for labels that were shifted before, one for each."""
 _OF_TOKENS = 2
 """Dimensions of a number for each token, `[batch, sequence]`, which is small."""
 
@@ -38,6 +35,8 @@ class WholeCalls:
             device: Where parts go.
         """
         self._run, self._sequences, self._device = run, sequences, device
+        self.finish: Callable[[Mapping[str, Any], Tensor], Tensor] = _as_joined
+        """What a caller gets of an output over whole sequences, given the arguments of the call by their names."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for whole samples. Collective.
@@ -58,10 +57,9 @@ class WholeCalls:
         if items is not None and any(call.get(name) is not None for name in _LABELS):
             output = self._sequences.forward.averaged(output)
         split_logits = torch.is_grad_enabled() and _has_loss(output)
-        shifted = bool(call.get(_FUSED)) and call.get("shift_labels") is None
-        return replace_tensors(output, lambda tensor: self._whole(tensor, split_logits=split_logits, shifted=shifted))
+        return replace_tensors(output, lambda tensor: self._whole(tensor, call, split_logits=split_logits))
 
-    def _whole(self, tensor: Tensor, *, split_logits: bool, shifted: bool) -> Any:
+    def _whole(self, tensor: Tensor, call: Mapping[str, Any], *, split_logits: bool) -> Any:
         if isinstance(tensor, DeferredLogits):  # refuses use itself
             return tensor
         if self._sequences.is_flattened_part(tensor):
@@ -70,8 +68,11 @@ class WholeCalls:
             return tensor
         if split_logits and tensor.dim() > _OF_TOKENS:
             return _Part()
-        whole = self._sequences.whole_of_output(tensor)
-        return whole[:, :-1] if shifted else whole
+        return self.finish(call, self._sequences.whole_of_output(tensor))
+
+
+def _as_joined(call: Mapping[str, Any], whole: Tensor) -> Tensor:
+    return whole
 
 
 def _has_loss(output: Any) -> bool:

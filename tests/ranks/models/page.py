@@ -10,6 +10,9 @@ from pathlib import Path
 
 from dev.pages.markdown import table
 from models import CASES, KINDS
+from models.chunked import EQUAL as SAME_IN_CHUNKS
+from models.chunked import HEADLESS, is_chunked
+from models.chunked import REFUSED as REFUSED_IN_CHUNKS
 from models.exporting import EQUAL
 from models.figures import BOUNDS, Record, beyond, shown
 from models.rows import ModelRow
@@ -55,6 +58,13 @@ With `parallel.sequence`, both ranks share each sample: {updates} updates in fp3
 Of {models} models, {equal} are within the bounds by both methods, {refused} are refused, and {random} is not compared, for it draws random
 numbers. The column `sequence` of the table has the reasons. Equal are:
 """
+_CHUNKED = """\
+## The loss in chunks
+
+With `training.loss_chunk_tokens`, loss and gradients of a micro-batch in one process, beside those of the plain loss. Of {models} models,
+{equal} are equal, {headless} have no head that `get_output_embeddings` names, and {refused} are refused for what they do to their logits,
+which the column `chunked` of the table has.
+"""
 
 
 def environment() -> str:
@@ -65,7 +75,7 @@ def environment() -> str:
 
 def summary(records: Sequence[Record]) -> str:
     """How many runs there are, and how many are within the bounds."""
-    records = [record for record in records if not is_split(record)]
+    records = [record for record in records if not is_split(record) and not is_chunked(record)]
     played = {record["case"] for record in records}
     trained = [record for record in records if "losses" in record]
     exported = [record for record in trained if record.get("export")]
@@ -105,6 +115,7 @@ def page(rows: Sequence[ModelRow], environment: str, summary: str) -> str:
         "## Models with runs that end with an error",
         _names([row for row in rows if row.errors or row.failures]),
         *_sequences(rows),
+        _chunked(rows),
         *_kinds(rows),
     ]
     return "\n\n".join(block.rstrip() for block in blocks) + "\n"
@@ -135,6 +146,15 @@ def _sequences(rows: Sequence[ModelRow]) -> Iterator[str]:
         random=sum(row.sequence == RANDOM for row in rows),
     )
     yield _names(equal)
+
+
+def _chunked(rows: Sequence[ModelRow]) -> str:
+    return _CHUNKED.format(
+        models=len(rows),
+        equal=sum(row.chunked == SAME_IN_CHUNKS for row in rows),
+        headless=sum(row.chunked == HEADLESS for row in rows),
+        refused=sum(row.chunked.startswith(REFUSED_IN_CHUNKS) for row in rows),
+    )
 
 
 def _kinds(rows: Sequence[ModelRow]) -> Iterator[str]:

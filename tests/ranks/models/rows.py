@@ -11,14 +11,15 @@ from typing import NamedTuple
 
 from models import KINDS
 from models.case import Case
+from models.chunked import is_chunked, outcome_in_chunks
 from models.figures import BOUNDS, Record, deviation, precision_of
 from models.runs import Run, runs_of
 from models.sequences import is_split, outcome
 
-__all__ = ["ModelRow", "read", "rows_of", "write", "write_sequences"]
+__all__ = ["ModelRow", "read", "rows_of", "write", "write_column"]
 
 _FIGURES = [f"{precision} {name}" for precision, bounds in BOUNDS.items() for name in bounds]
-_HEADER = ("kind", "model", *_FIGURES, "export", "errors", "failures", "plain torch", "cause", "sequence")
+_HEADER = ("kind", "model", *_FIGURES, "export", "errors", "failures", "plain torch", "cause", "sequence", "chunked")
 
 
 class ModelRow(NamedTuple):
@@ -41,6 +42,8 @@ class ModelRow(NamedTuple):
     """Why figures are beyond their bounds, or runs fail."""
     sequence: str = ""
     """What came of the runs with `parallel.sequence`: `models.sequences.outcome`."""
+    chunked: str = ""
+    """What came of the run with `training.loss_chunk_tokens`: `models.chunked.compare`."""
 
 
 def rows_of(records: Iterable[Record]) -> list[ModelRow]:
@@ -58,7 +61,8 @@ def rows_of(records: Iterable[Record]) -> list[ModelRow]:
 
 def _row(kind: str, case: Case, records: Sequence[Record], runs: Sequence[Run]) -> ModelRow:
     split = [record for record in records if is_split(record)]
-    records = [record for record in records if not is_split(record)]
+    chunked = [record for record in records if is_chunked(record)]
+    records = [record for record in records if not is_split(record) and not is_chunked(record)]
     ended = [record for record in records if "error" in record]
     return ModelRow(
         kind,
@@ -70,6 +74,7 @@ def _row(kind: str, case: Case, records: Sequence[Record], runs: Sequence[Run]) 
         plain="\n".join(_messages("plain", [record for record in records if "plain" in record], runs)),
         cause=case.known,
         sequence=outcome(split),
+        chunked=outcome_in_chunks(chunked),
     )
 
 
@@ -111,20 +116,20 @@ def write(path: Path, rows: Iterable[ModelRow]) -> None:
             lines.writerow((kind, name, *_cells(fp32, "fp32"), *_cells(bf16, "bf16"), *texts))
 
 
-def write_sequences(path: Path, records: Iterable[Record]) -> None:
-    """Write what came of the runs with `parallel.sequence` into the file, and leave its other figures as they are."""
+def write_column(path: Path, column: str, records: Iterable[Record]) -> None:
+    """Write one column of the file, `sequence` or `chunked`, and leave its other cells as they are."""
     by_case: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         by_case[record["case"]].append(record)
+    of_column = {"sequence": outcome, "chunked": outcome_in_chunks}[column]
     with path.open(encoding="utf-8", newline="") as file:
-        _, *lines = csv.reader(file)
+        lines = [*csv.DictReader(file, restval="")]
     with path.open("w", encoding="utf-8", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(_HEADER)
+        table = csv.DictWriter(file, _HEADER, lineterminator="\n")
+        table.writeheader()
         for line in lines:
-            name = line[_HEADER.index("model")]
-            kept = outcome(by_case[name]) if name in by_case else "".join(line[len(_HEADER) - 1 :])
-            table.writerow([*line[: len(_HEADER) - 1], kept])
+            of_case = by_case.get(line["model"])
+            table.writerow(line if of_case is None else line | {column: of_column(of_case)})
 
 
 def _cells(figures: Sequence[float], precision: str) -> list[str]:

@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import groupby
 from operator import itemgetter
@@ -16,9 +16,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from models import CASES
+from models.chunked import is_chunked, outcome_in_chunks, play_chunked
 from models.page import environment, page, shown_on, summary
 from models.playing import play
-from models.rows import read, rows_of, write, write_sequences
+from models.rows import read, rows_of, write, write_column
 from models.runs import WORLD, runs_of
 from models.sequences import is_split, outcome, play_split, split_runs_of
 from unishard.testing import RankFailure, run_ranks
@@ -26,6 +27,8 @@ from unishard.testing import RankFailure, run_ranks
 __all__ = ["attempt", "played", "played_split"]
 
 Record = dict[str, Any]
+_ALL = ("", "sequence", "chunked")
+"""What is played: the runs of the first columns, and those of a column each."""
 _TIMEOUT = 600.0
 _BESIDE = 2
 """Cases that are played at a time: ranks wait for each other a good part of the time."""
@@ -126,7 +129,14 @@ def main() -> int:
         "--records", type=Path, default=Path("models-out/records.jsonl"), help="the file of what came of each run"
     )
     parser.add_argument("--resume", action="store_true", help="play only cases that have no records there")
-    parser.add_argument("--sequence", action="store_true", help="play them only with parallel.sequence, for its column")
+    for column, section in (("sequence", "parallel.sequence"), ("chunked", "training.loss_chunk_tokens")):
+        parser.add_argument(
+            f"--{column}",
+            action="store_const",
+            const=column,
+            dest="column",
+            help=f"play them only with {section}, for its column",
+        )
     asked = parser.parse_args()
     asked.records.parent.mkdir(parents=True, exist_ok=True)
     if not asked.resume:
@@ -134,29 +144,30 @@ def main() -> int:
     records = list(_lines(asked.records))
     names = [name for name in CASES if any(each.strip() in name for each in asked.only.split(","))]
     begin = time.monotonic()
-    for number, found in enumerate(_all(names, records, sequence=asked.sequence), 1):
+    for number, found in enumerate(_all(names, records, (asked.column,) if asked.column else _ALL), 1):
         records += found
         with asked.records.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in found)
         sys.stderr.write(f"{time.monotonic() - begin:6.0f} s {number:4} {_line(found)}\n")
     if not asked.only:
         table, text = asked.folder / "models-tested.csv", asked.folder / "models-tested.md"
-        said = shown_on(text) if asked.sequence else (environment(), summary(records))
-        if asked.sequence:
-            write_sequences(table, records)
+        said = shown_on(text) if asked.column else (environment(), summary(records))
+        if asked.column:
+            write_column(table, asked.column, records)
         else:
             write(table, rows_of(records))
         text.write_text(page(read(table), *said), encoding="utf-8")
     return 0
 
 
-def _all(names: Sequence[str], records: Sequence[Record], *, sequence: bool) -> Iterator[list[Record]]:
+def _all(names: Sequence[str], records: Sequence[Record], columns: Collection[str]) -> Iterator[list[Record]]:
     """What comes of cases that have no records, by case."""
-    split = {record["case"] for record in records if is_split(record)}
-    whole = {record["case"] for record in records if not is_split(record)}
-    together = [name for name in names if name not in split]
+    done = {(record["case"], _column_of(record)) for record in records}
+    todo = {column: [name for name in names if (name, column) not in done] for column in columns}
+    together = todo.get("sequence", ())
     with ProcessPoolExecutor(_BESIDE, multiprocessing.get_context("spawn")) as pool:
-        futures = [] if sequence else [pool.submit(played, name) for name in names if name not in whole]
+        futures = [pool.submit(played, name) for name in todo.get("", ())]
+        futures += [pool.submit(play_chunked, name) for name in todo.get("chunked", ())]
         futures += [
             pool.submit(played_split, together[first : first + _TOGETHER])
             for first in range(0, len(together), _TOGETHER)
@@ -166,10 +177,16 @@ def _all(names: Sequence[str], records: Sequence[Record], *, sequence: bool) -> 
                 yield list(of_case)
 
 
+def _column_of(record: Record) -> str:
+    return "sequence" if is_split(record) else "chunked" if is_chunked(record) else ""
+
+
 def _line(records: Sequence[Record]) -> str:
     """The worst of a case, for who watches."""
     if is_split(records[0]):
         return f"{records[0]['case']:28} {outcome(records)[:300]}"
+    if is_chunked(records[0]):
+        return f"{records[0]['case']:28} {outcome_in_chunks(records)[:300]}"
     good = [record for record in records if "losses" in record]
     figures = [
         f"{kind} {max(max(record['losses']) for record in chosen):.0e} "

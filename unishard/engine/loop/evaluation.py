@@ -88,9 +88,10 @@ class Evaluation:
             self.lockstep_open = None
 
     def of_module(self) -> Callable[..., Any] | None:
-        """What `module.generate` is to be, since it needs the other ranks; None where it does not."""
+        """What `module.generate` is to be, since it needs the other ranks, or whole samples; None where it does not."""
         own = getattr(self._adapter.module, "generate", None)
-        if not callable(own) or not self._adapter.forward_is_collective or dist.get_world_size() == 1:
+        alone = not self._adapter.forward_is_collective or dist.get_world_size() == 1
+        if not callable(own) or (alone and self._sequences is None):
             return None
 
         @functools.wraps(own)

@@ -24,17 +24,20 @@ _SHARDED = "FSDP"
 class RoutedCalls:
     """Sends calls of a model to its engine until it is closed."""
 
-    def __init__(self, module: nn.Module, order: CallOrder, run: Callable[..., Any]) -> None:
+    def __init__(
+        self, module: nn.Module, order: CallOrder, run: Callable[..., Any], generate: Callable[..., Any]
+    ) -> None:
         """Route nothing yet.
 
         Args:
             module: A prepared model.
             order: Whether a forward of the engine runs, in which calls are the model's own.
             run: The engine's forward.
+            generate: The engine's.
         """
         self._module = module
         self._order = order
-        self._run = run
+        self._run, self._generate = run, generate
         self._classes: dict[nn.Module, type[nn.Module]] = {}
         self._entered = False
         """Whether the model's own call runs."""
@@ -60,7 +63,7 @@ class RoutedCalls:
         self._replace(self._module, own | {"__call__": self._call(itself)})
         for part in parts:
             if part:
-                self._replace(modules[part], {"__call__": self._call_of_part(modules[part])})
+                self._replace(modules[part], self._calls_of_part(modules[part]))
         return self._module
 
     def close(self) -> None:
@@ -104,6 +107,36 @@ class RoutedCalls:
                 return self._run(*args, **kwargs)
 
         return method
+
+    def _calls_of_part(self, part: nn.Module) -> dict[str, Callable[..., Any]]:
+        calls = {"__call__": self._call_of_part(part)}
+        own = getattr(type(part), "generate", None)
+        if callable(own):
+            calls["generate"] = self._generate_of_part(part, own)
+        return calls
+
+    def _generate_of_part(self, part: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(own)
+        def generate(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._order.inside_forward or module is not part:
+                return own(module, *args, **kwargs)
+            with self._replaced("generate", MethodType(own, part)):
+                return self._generate(*args, **kwargs)
+
+        return generate
+
+    @contextmanager
+    def _replaced(self, name: str, act: Callable[..., Any]) -> Iterator[None]:
+        """A block in which the model has an attribute of its own."""
+        own = vars(self._module)
+        before = own.get(name)
+        own[name] = act
+        try:
+            yield
+        finally:
+            own.pop(name, None)
+            if before is not None:
+                own[name] = before
 
     def _call_of_part(self, part: nn.Module) -> Callable[..., Any]:
         own = type(part).__call__

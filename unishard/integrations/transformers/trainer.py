@@ -27,6 +27,7 @@ from unishard.integrations.accelerate.trained import Trained
 from unishard.integrations.saving import replace_checkpoint
 from unishard.integrations.transformers.arguments import config_for, section_of_deepspeed
 from unishard.integrations.transformers.checkpoints import converted, is_sharded
+from unishard.integrations.transformers.replaced_heads import finish_whole, read_by_forward
 
 __all__ = ["UnishardMixin", "UnishardTrainer"]
 
@@ -110,6 +111,8 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
             compute = self.accelerator.config.precision.compute
             _logger.warning("TrainingArguments.%s: not applied; the engine evaluates in %s", full[0], compute)
         try:
+            if self.accelerator.sharing.on and self.gather_function == self.accelerator.gather:  # where it generates
+                self.gather_function = self.accelerator.gather_of_groups
             for name in full if casts else ():
                 setattr(self.args, name, False)
             return super().evaluation_loop(*args, **kwargs)
@@ -265,15 +268,28 @@ class _TrainersAccelerator(Accelerator):
     def _train(self, optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> Trained:
         names = {parameter: name for model in models for name, parameter in model.named_parameters()}
         self.groups = [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
-        return super()._train(optimizer, models)
+        trained = super()._train(optimizer, models)
+        trained.engine.framework.finish_whole(finish_whole)
+        return trained
+
+    def prepare_model(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """As Accelerate's; outputs of a replaced forward are those of whole samples."""
+        model = super().prepare_model(*args, **kwargs)
+        for engine in self._replicas:
+            engine.framework.finish_whole(finish_whole)
+        return model
 
     def heads(self) -> Iterator[tuple[Engine, list[str]]]:
         """The engines whose model has a forward of its own in place of its class's, and the weights of its head."""
         for engine in (*(trained.engine for trained in self._trained), *self._replicas):
             if engine not in self._heads:
-                self._heads[engine] = _read_by_forward(engine.module)
+                self._heads[engine] = read_by_forward(engine.module)
             if self._heads[engine]:
                 yield engine, self._heads[engine]
+
+    def gather_of_groups(self, tensor: Any) -> Any:
+        """As `gather`; of ranks that share samples, one counts."""
+        return self.sharing.once(self.gather(tensor))
 
     def load(self, folder: Path) -> None:
         """Continue the model that trains from a checkpoint."""
@@ -308,13 +324,3 @@ class _TrainersAccelerator(Accelerator):
 
 _open: WeakSet[_TrainersAccelerator] = WeakSet()
 """Of the Trainers of this process."""
-
-
-def _read_by_forward(model: nn.Module) -> list[str]:
-    """Names of head weights that a replaced forward may read outside their module."""
-    owners: list[Any] = [
-        module for module in model.modules() if "forward" in vars(module) and hasattr(module, "get_output_embeddings")
-    ]
-    heads = [head for module in owners if (head := module.get_output_embeddings()) is not None]
-    head_parameters = {parameter for head in heads for parameter in head.parameters()}
-    return [name for name, parameter in model.named_parameters() if parameter in head_parameters]

@@ -31,7 +31,7 @@ from unishard.version import __version__
 # Shapes and activations of models that were planned before, in files of the user's cache directory. Imports no torch.
 # A file has two lines: the SHA-256 of the second, and JSON.
 
-_VERSION = 5
+_VERSION = 6
 """Raised when what is computed, or its file, changes."""
 _LARGEST_ENTRY = 2**28
 """Bytes of a file; the shape of a model of 100,000 parameters has 10 MB."""
@@ -161,7 +161,7 @@ class PlannedModel:
 
         Args:
             micro_batch_size: Samples.
-            seq_len: Tokens of each.
+            seq_len: Tokens of each; of a rank's part of it, where `parallel.sequence` is on.
             recomputation: `activation_checkpointing`.
 
         Raises:
@@ -181,6 +181,7 @@ class PlannedModel:
             *self._key,
             self.cfg.precision.compute,
             self.cfg.training.loss_chunk_tokens,
+            str(self.cfg.parallel.sequence),
             recomputation,
             micro_batch_size,
             seq_len,

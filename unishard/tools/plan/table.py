@@ -159,4 +159,4 @@ def _micro_batch_of(plan: Plan) -> str:
     if sharing == 1:
         return whole
     part = -(-plan.seq_len // sharing)
-    return f"{whole}, of which each of {sharing} ranks has {part} (the memory of what attention exchanges is left out)"
+    return f"{whole}, of which each of {sharing} ranks has {part}"

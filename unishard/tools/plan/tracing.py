@@ -19,6 +19,7 @@ from unishard.engine.model import activation_checkpointing
 from unishard.engine.model.shape import shape_of
 from unishard.logits.forward import ChunkedForward
 from unishard.tools.plan.activations import Activations, Segment
+from unishard.tools.plan.shared_samples import sharing_samples
 
 Place = tuple[str, str, int]
 
@@ -111,11 +112,12 @@ def trace(
         batch: Makes the arguments of the model's forward from the micro-batch size and the sequence length.
         loss: Computes the loss from what forward returns.
         micro_batch_size: Samples.
-        seq_len: Tokens of each.
+        seq_len: Tokens of each; of a rank's part of it, where `parallel.sequence` is on.
         fake: The `FakeTensorMode`.
 
     Raises:
-        ModelError: As `prepare` does for `activation_checkpointing` and `training.loss_chunk_tokens`.
+        ModelError: As `prepare` does for `activation_checkpointing`, `training.loss_chunk_tokens` and
+            `parallel.sequence`.
     """
     shape = shape_of(model, cfg.sharding)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -124,14 +126,14 @@ def trace(
     if cfg.training.loss_chunk_tokens is not None:
         ChunkedForward(model, cfg.training.loss_chunk_tokens)
     kept_fp32.mark_kept(model, kept_fp32.find_kept(model, cfg.precision, train=False).names)
-    with fake:
+    with fake, sharing_samples(model, cfg.parallel.sequence, micro_batch_size, seq_len) as part:
         cast_to_compute(model.parameters(), cfg.precision)
         for parameter in trainable:
             parameter.requires_grad_(True)
         units = {name: model.get_submodule(name) for name in shape.units}
         cast_inputs([model, *units.values()], cfg.precision)
         model.train()
-        inputs = dict(batch(micro_batch_size, seq_len))
+        inputs = dict(batch(micro_batch_size, part))
         held = (*model.parameters(), *model.buffers(), *tree_leaves(inputs))
         live = _Live({tensor.untyped_storage()._cdata for tensor in held if isinstance(tensor, Tensor)})
         with _watched(model, units, trainable, live), live:

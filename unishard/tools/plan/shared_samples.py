@@ -1,0 +1,61 @@
+"""Lets a model without data attend as on a rank that shares its samples (`parallel.sequence`). Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from unishard.config import SequenceParallel
+from unishard.sequence import context
+from unishard.sequence.context import SplitBatch
+from unishard.sequence.group import SequenceGroup
+from unishard.sequence.layout import PositionLayout
+from unishard.sequence.method import sequence_of
+from unishard.sequence.tiles import measured
+from unishard.sequence.transformers_models import is_transformers, use_split_attention
+
+
+@contextmanager
+def sharing_samples(model: nn.Module, section: SequenceParallel, rows: int, part: int) -> Iterator[int]:
+    """A block in which attention exchanges tensors with a group of which there are no other ranks.
+
+    Args:
+        model: Without data.
+        section: Nothing changes where it is off.
+        rows: Samples of a micro-batch.
+        part: Positions that a rank has of each, at the least.
+
+    Yields:
+        The positions that it has, with padding.
+
+    Raises:
+        ModelError: The model computes attention by its own code.
+    """
+    if not section.on:
+        yield part
+        return
+    section = sequence_of(model, section)
+    size = section.size
+    layout = PositionLayout(size, balanced=section.method == "allgather")
+    runs = layout.multiple // size
+    part = -(-part // runs) * runs
+    split = SplitBatch(
+        group=SequenceGroup(None, None, size, size - 1),
+        layout=layout,
+        method=section.method,
+        length=part * size,
+        documents=[((0, part * size),)] * rows,
+        masked=False,
+        joined=set(),
+    )
+    restore = use_split_attention(model) if is_transformers(model) else None
+    context.current = split
+    try:
+        with measured():
+            yield part
+    finally:
+        context.current = None
+        if restore is not None:
+            restore()
