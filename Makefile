@@ -79,11 +79,12 @@ faults: $(READY) ## Play every fault of docs/reliability.md on both engines and 
 soak: $(READY) ## Train 2,000 updates on each engine with resumes at random; nothing may grow (15 minutes); N=... for that many updates.
 	MALLOC_ARENA_MAX=2 PYTHONPATH=tests/ranks $(BIN)/python -m soak.run $(if $(N),--updates $(N)) $(ARGS)
 
-parity: $(READY) ## Train every cell on both engines and write how far each is from plain torch (minutes).
-	$(BIN)/python -m dev.parity docs
+parity: $(READY) ## Train every cell on both engines and write how far each is from plain torch (minutes); ONLY="plain items" for some features.
+	$(BIN)/python -m dev.parity docs $(if $(ONLY),--only $(ONLY))
 
-matrix: $(READY) ## Resume every kind of run by every other and write how far each is from one without a break (minutes).
+matrix: $(READY) ## Resume every kind of run by every other, move one from engine to engine, and write how far each is from one without a break (minutes).
 	$(BIN)/python -m dev.resuming docs/resuming.md
+	$(BIN)/python -m dev.moving docs/moving.md
 
 mistakes: $(READY) ## Make every mistake of docs/mistakes.md on both engines.
 	$(PYTEST) tests/ranks/test_mistakes.py --deep

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from dev.parity.rows import FAILED, REFUSED, ParityRow
 from unishard.testing import conformance
@@ -11,11 +11,18 @@ from unishard.testing.cells import BACKENDS, Cell
 from unishard.testing.conformance import Refusal
 
 
-def measured() -> Iterator[ParityRow]:
-    """What came of each cell, on CUDA ranks if available, else on CPU ranks."""
+def measured(known: Iterable[ParityRow] = (), features: Collection[str] = ()) -> Iterator[ParityRow]:
+    """What came of each cell, on CUDA ranks if available, else on CPU ranks.
+
+    Args:
+        known: What came of cells before.
+        features: Measure only the cells of these, and those that are not known.
+    """
+    before = {(row.engine, row.cell): row for row in known}
     for backend in BACKENDS:
         for cell in conformance.cells():
-            yield _row(backend, cell)
+            row = None if cell.feature in features else before.get((backend, str(cell)))
+            yield row or _row(backend, cell)
         sys.stderr.write(f"{backend}: {len(conformance.cells())} cells\n")
 
 

@@ -29,7 +29,8 @@ def write(path: Path, rows: Iterable[ParityRow]) -> None:
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow(_HEADER)
         for row in rows:
-            figures = [f"{figure:.1e}" for figure in row.figures] or [""] * len(FIGURES)
+            # A row that was read and is written again stays as it was.
+            figures = [f"{figure:.1e}".replace(".0e", "e") for figure in row.figures] or [""] * len(FIGURES)
             lines.writerow((row.engine, row.cell, *figures, row.error))
 
 

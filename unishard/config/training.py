@@ -22,6 +22,10 @@ class Training(Section):
     x ranks. If omitted, it is computed."""
     gradient_clipping: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Maximum global L2 norm of the gradients. `null` for no clipping."""
+    backward_calls: int = Field(default=1, ge=1)
+    """How often `engine.backward` is called for each micro-batch, each time after a forward of its own, with a part of
+    the loss, as where the activations of two forwards do not fit together. The parts are added up: they are not divided
+    by this number. With `num_items` each call counts its own."""
     loss_chunk_tokens: int | None = Field(default=None, ge=1)
     """How many tokens' logits a language model of transformers makes at once where it is called with labels: its head
     and its loss run over so many at a time, and once more in backward. `null` for all. Memory of the loss then does not

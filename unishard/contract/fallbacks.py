@@ -65,6 +65,7 @@ FALLBACKS: Mapping[str, Rule] = {
             "activation_checkpointing": "checkpoint the model's blocks",
             "training.gradient_accumulation_steps": "accumulate gradients over micro-batches",
             "training.gradient_clipping": "clip the gradient norm",
+            "training.backward_calls": "call backward for each part of the loss, and reduce gradients in the last call",
             "training.loss_chunk_tokens": "compute the logits and the loss of a few tokens at a time",
             "training.last_window": "drop the batches that do not fill an accumulation window",
             "optimizer.amsgrad": "amsgrad of the optimizer",

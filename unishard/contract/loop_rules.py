@@ -59,6 +59,9 @@ LOOP: Mapping[str, Rule] = {
     "training.gradient_clipping": done_by_unishard(
         "fp32 L2 norm over all ranks, formula of `torch.nn.utils.clip_grad_norm_`"
     ),
+    "training.backward_calls": done_by_unishard(
+        "gradients add up, as over micro-batches, without a division; those of a window end with its last call"
+    ),
     "training.loss_chunk_tokens": done_by_unishard(
         "the model's head runs once over chunks, recomputed by `torch.utils.checkpoint`; its weights are gathered once"
     ),

@@ -52,6 +52,7 @@ def order_of_calls(adapter: InferenceAdapter, plan: RunPlan) -> CallOrder:
     order = CallOrder(
         adapter.module,
         adapter.device,
+        backward_calls=plan.loop.backward_calls,
         window=plan.loop.gradient_accumulation_steps,
         seed=plan.loop.seed,
         precision=plan.model.precision,
@@ -111,7 +112,7 @@ def training_guards(
         EditedGradients(module, shown, order),
         OtherParameters(adapter),
         ReachedParameters(adapter, order, plan.model.classes),
-        DividedLoss(plan.loop.gradient_accumulation_steps),
+        DividedLoss(plan.loop.gradient_accumulation_steps, plan.loop.backward_calls),
         ForeignBackward(adapter, order),
         SkippedUpdates(),
         unshared_data,

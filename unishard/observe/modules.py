@@ -51,7 +51,7 @@ class ModuleRecorder(Observer):
         if self._window is not None:
             self._window.forwarding = True
 
-    def on_loss(self, loss: Tensor, num_items: int | Tensor | None) -> None:
+    def on_loss(self, loss: Tensor, num_items: int | Tensor) -> None:
         """The forward has ended; what runs from now on is recomputation."""
         if self._window is not None:
             self._window.forwarding = False

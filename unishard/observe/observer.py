@@ -19,8 +19,8 @@ class Observer:
     def on_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A forward in training mode begins."""
 
-    def on_loss(self, loss: Tensor, num_items: int | Tensor | None) -> None:
-        """A backward begins, of a mean loss or of a sum over `num_items`."""
+    def on_loss(self, loss: Tensor, num_items: int | Tensor) -> None:
+        """A backward begins, of a sum over `num_items`; of a mean these are 1, or 0 where it is added to the last."""
 
     def on_gradients(self, finish: Callable[[], float]) -> None:
         """A window is about to end; `finish` makes its gradients final and returns their divisor, and is collective."""

@@ -73,7 +73,9 @@ class Progress(Observer):
         self._units_seen = 0
         self._updates = 0
         self._losses: list[Tensor] = []
-        self._window_losses: list[Tensor] = []
+        self._items: list[int | Tensor] = []
+        self._window: tuple[list[Tensor], list[int | Tensor]] = [], []
+        """Losses and items of the last window."""
         self._step: Step | None = None
         self._started = self._shown_at = time.perf_counter()
         self._shown_updates = 0
@@ -95,21 +97,21 @@ class Progress(Observer):
                 tensor.numel() if self._unit == "tokens" else len(tensor) if tensor.ndim else 1
             )
 
-    def on_loss(self, loss: Tensor, num_items: int | Tensor | None = None) -> None:
-        """Keep the mean loss of a micro-batch, on the device."""
-        least = num_items.clamp(min=1) if isinstance(num_items, Tensor) else max(1, num_items or 1)
-        self._losses.append(loss.detach() / least)
+    def on_loss(self, loss: Tensor, num_items: int | Tensor = 1) -> None:
+        """Keep a loss, and how many items it sums over, on the device."""
+        self._losses.append(loss.detach().reshape(()).float())
+        self._items.append(num_items)
 
     def on_discard(self) -> None:
         """Forget the losses since the last optimizer step."""
-        self._losses = []
+        self._losses, self._items = [], []
 
     def on_step(self, step: Step) -> None:
         """Refresh the display, if it is due."""
         now = time.perf_counter()
         self._updates += 1
         self._step = step
-        self._window_losses, self._losses = self._losses, []
+        self._window, self._losses, self._items = (self._losses, self._items), [], []
         self._recent.append((now, self._updates, self._units_seen))
         if self._updates == 1 or now - self._shown_at >= self._interval:
             self._show(now)
@@ -135,9 +137,9 @@ class Progress(Observer):
         (then, updates, seen), (now, done, units) = self._recent[0], self._recent[-1]
         seconds = max(now - then, 1e-9)
         parts = [f"step {done}" if self._total is None else f"step {done}/{self._total}"]
-        if self._window_losses:
-            loss = torch.stack([loss.reshape(()).float() for loss in self._window_losses]).mean().item()
-            parts.append(f"loss {loss:.4f}")
+        losses, items = self._window
+        if losses:
+            parts.append(f"loss {torch.stack(losses).sum().item() / max(1, int(sum(items))):.4f}")
         if self._total is not None:
             parts.append(f"left {_clock((self._total - done) * seconds / (done - updates))}")
         parts += [

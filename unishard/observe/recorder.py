@@ -95,10 +95,10 @@ class MetricsRecorder(Observer):
         self._tokens += work.tokens
         self._pairs += work.tokens * work.length
 
-    def on_loss(self, loss: Tensor, num_items: int | Tensor | None) -> None:
-        """Keep a micro-batch's loss: a mean, or a sum over `num_items`."""
+    def on_loss(self, loss: Tensor, num_items: int | Tensor) -> None:
+        """Keep a loss, and how many items it sums over."""
         self._losses.append(loss.detach().reshape(()))
-        self._items.append(1 if num_items is None else num_items)
+        self._items.append(num_items)
 
     def on_step(self, step: Step) -> None:
         """Add the window that has ended. After every `logging.every_steps` windows, measure: collective."""

@@ -31,13 +31,14 @@ class DividedLoss(Guard):
 
     looks = Looks.AT_UPDATES
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, parts: int) -> None:
         """Look at the first losses.
 
         Args:
             steps: `training.gradient_accumulation_steps`.
+            parts: `training.backward_calls`, by which the parts of a loss may well be divided.
         """
-        self._steps = steps
+        self._steps = 1 if steps == parts else steps
         self._looks_for_factor = self._looks_for_mean = dist.get_rank() == 0
 
     def before_backward(self, loss: Tensor, call: ComparedCall) -> None:

@@ -161,9 +161,11 @@ class Accumulation:
             look(loss, call)
         order.check_sampled("backward", _detail(call), skipped=call.skipped)
         kind = LossKind.SCALED if scaled else LossKind.COUNTED if num_items is not None else LossKind.MEAN
-        self._items.add(num_items, kind, last=call.last)
-        # The scaled losses of a window add up to one mean.
-        self.observers.on_loss(loss, int(not order.micro_batch) if scaled else num_items)
+        begins = order.calls == 0
+        self._items.add(num_items, kind, begins=begins, last=call.last)
+        # The parts of a loss add up, and the scaled losses of a window to one mean: the first stands for all.
+        counted = int(begins and not (scaled and order.micro_batch)) if num_items is None else num_items
+        self.observers.on_loss(loss, counted)
         if self._loss_scale.dynamic:
             self.resolve_pending()
         known = kind is LossKind.MEAN and order.window > 1 and not order.pushed
@@ -178,7 +180,7 @@ class Accumulation:
             order.inside_backward = False
         for keep in self._due.after_backward:
             keep()
-        order.phase, order.graph = Phase.BACKWARD_DONE, False
+        order.end_backward()
 
     def _fail(self, part: str, error: BaseException) -> None:
         """After an error in a part of a micro-batch the window can only be discarded."""

@@ -27,6 +27,7 @@ class CallOrder:
         device: torch.device,
         *,
         window: int,
+        backward_calls: int = 1,
         seed: int,
         precision: Precision,
         communication: Communication,
@@ -37,6 +38,7 @@ class CallOrder:
             module: The model.
             device: Where this rank computes.
             window: Micro-batches in a full accumulation window.
+            backward_calls: Calls of `backward` for each.
             seed: What chooses the micro-batches that the guards look at; the same on all ranks.
             precision: What the errors of a forward name.
             communication: How calls are compared between the ranks.
@@ -70,6 +72,8 @@ class CallOrder:
         """Micro-batches in a full accumulation window, and in the current one."""
         self.micro_batch = 0
         """Micro-batches of the current window that are done."""
+        self.backward_calls, self.calls = backward_calls, 0
+        """Calls of `backward` for each micro-batch, and those for the current one."""
         self.pushed = False
         """Whether the caller says where the current window ends, see `set_boundary`."""
         self.updates = 0
@@ -95,12 +99,22 @@ class CallOrder:
     @property
     def begins_window(self) -> bool:
         """Whether the next forward is the first of its window."""
-        return not self.micro_batch and self.phase is Phase.OPEN
+        return not self.inside_window and self.phase is Phase.OPEN
 
     @property
     def last(self) -> bool:
-        """Whether the current micro-batch is the last of its window."""
-        return self.micro_batch + 1 == self.window
+        """Whether the window ends with the coming backward, or with the one that ran."""
+        return self.micro_batch + 1 == self.window and self.calls + 1 >= self.backward_calls
+
+    @property
+    def backward_missing(self) -> bool:
+        """Whether the current micro-batch has had some of its calls of `backward`, but not all."""
+        return 0 < self.calls < self.backward_calls
+
+    @property
+    def forward_missing(self) -> bool:
+        """Whether the next part of a loss has had no forward."""
+        return self.backward_missing and self.phase is Phase.OPEN
 
     @property
     def looks(self) -> bool:
@@ -110,7 +124,7 @@ class CallOrder:
     @property
     def inside_window(self) -> bool:
         """Whether a window has begun and not ended."""
-        return bool(self.micro_batch) or self.phase is Phase.BACKWARD_DONE
+        return bool(self.micro_batch or self.calls)
 
     # -- comparing the ranks' calls ----------------------------------------------------------------
 
@@ -218,7 +232,7 @@ class CallOrder:
             ContractError: It is known already: by a loop over batches, or by a forward that waits for its backward.
         """
         self.require("set_boundary")
-        if self.graph and last is not self.last:
+        if self.graph and last is not (self.micro_batch + 1 == self.window):
             raise ContractError(
                 "set_boundary was called after a forward that was told otherwise; call it before the first forward of "
                 "a micro-batch"
@@ -237,11 +251,17 @@ class CallOrder:
             self.phase = Phase.FORWARD_DONE
         self.graph = self.graph or torch.is_grad_enabled()
 
+    def end_backward(self) -> None:
+        """Count a call of `backward`."""
+        self.calls += 1
+        self.phase = Phase.BACKWARD_DONE if self.calls == self.backward_calls else Phase.OPEN
+        self.graph = False
+
     def end_micro_batch(self) -> None:
         """Count a micro-batch."""
         if self.pushed and not self.last:
             self.window += 1  # until the caller says where it ends
-        self.phase, self.graph = Phase.OPEN, False
+        self.phase, self.graph, self.calls = Phase.OPEN, False, 0
         self.micro_batch += 1
 
     def go_on(self) -> None:
@@ -268,7 +288,8 @@ class CallOrder:
 
     def discard_window(self) -> None:
         """Discard the window after its gradients were dropped."""
-        self.phase, self.graph, self.micro_batch, self.gradients_read, self.failed = Phase.OPEN, False, 0, False, ""
+        self.phase, self.graph, self.gradients_read, self.failed = Phase.OPEN, False, False, ""
+        self.micro_batch = self.calls = 0
         if self.pushed:
             self.window, self.pushed = self.full_window, False
         self.discarded = True
@@ -316,7 +337,13 @@ class CallOrder:
                 done = self.micro_batch + (self.phase is Phase.BACKWARD_DONE)
                 raise ContractError(
                     text.format(
-                        call=call, done=done, window=self.window, micro_batch=self.micro_batch, failed=self.failed
+                        call=call,
+                        done=done,
+                        window=self.window,
+                        micro_batch=self.micro_batch,
+                        failed=self.failed,
+                        calls=self.calls,
+                        backward_calls=self.backward_calls,
                     )
                 )
 

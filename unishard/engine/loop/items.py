@@ -35,24 +35,25 @@ class Items:
         self._read: HostRead | None = None
         self._everyones: Callable[[], int] | None = None
         """Waits for the sum over all ranks, once that is on its way."""
-        self._losses = 0
+        self._micro_batches = 0
 
-    def add(self, count: int | Tensor | None, kind: LossKind, *, last: bool) -> None:
-        """Add one micro-batch's items on this rank, before its backward is queued; waits for nothing.
+    def add(self, count: int | Tensor | None, kind: LossKind, *, begins: bool, last: bool) -> None:
+        """Add a loss's items on this rank, before its backward is queued; waits for nothing.
 
         Collective for the last one.
 
         Args:
             count: None if they are not counted.
             kind: What its loss is.
-            last: Whether the micro-batch is the last of its window. What was counted in Python is then added up over
+            begins: Whether it is the first loss of its micro-batch.
+            last: Whether it is the last of its window. What was counted in Python is then added up over
                 the ranks during the backward; what was counted in tensors travels to the host, behind the forward, and
                 the update waits for it while the device still has the backward to do.
 
         Raises:
             ContractError: `count` is not a whole number of at least 0, or the window has losses of the other kind.
         """
-        if self._losses and kind is not self._kind:
+        if self._micro_batches and kind is not self._kind:
             raise ContractError(
                 f"backward was called {self._kind.value} and {kind.value} in one accumulation window; call it the same "
                 "way for every micro-batch of a window"
@@ -77,7 +78,7 @@ class Items:
             self._read = HostRead(self._total)
         elif last and kind is LossKind.COUNTED:
             self._everyones = host_numbers.start_total(self._number)
-        self._losses += 1
+        self._micro_batches += begins
 
     def divisor(self, *, undivided: bool) -> float:
         """Divisor of the gradients, which are summed over the window and averaged over the ranks.
@@ -91,7 +92,7 @@ class Items:
             ContractError: On every rank: the window has no items.
         """
         if self._kind is not LossKind.COUNTED:
-            return float(self._losses) if undivided and self._kind is LossKind.MEAN else 1.0
+            return float(self._micro_batches) if undivided and self._kind is LossKind.MEAN else 1.0
         if self._everyones is None:
             counted = self._read if self._read is not None or self._total is None else HostRead(self._total)
             self._everyones = host_numbers.start_total(self._number + (0 if counted is None else int(counted.get())))
@@ -104,7 +105,7 @@ class Items:
 
     def clear(self) -> None:
         """Reset at the end of a window."""
-        self._kind, self._number, self._losses = LossKind.MEAN, 0, 0
+        self._kind, self._number, self._micro_batches = LossKind.MEAN, 0, 0
         self._total = self._read = self._everyones = None
 
 

@@ -51,7 +51,10 @@ WRONG: Mapping[str, Row] = {
     },
     "backward": {
         Phase.BACKWARD_DONE: "backward was called twice for one micro-batch; add up the losses of its forwards, or "
-        "call engine.step() after every backward",
+        "call engine.step() after every backward; to send losses back one by one, set training.backward_calls to how "
+        "many each micro-batch has",
+        "forward_missing": "backward was called twice for one forward; each of the {backward_calls} calls for a "
+        "micro-batch (training.backward_calls) needs a forward of its own: add up the losses of one forward",
         "only_evaluated": "backward was called in evaluation mode, where engine(...) builds no graph; call "
         "engine.train() before the forward",
         Phase.OPEN: "backward was called without a forward of the engine; compute the loss with engine(...) in "
@@ -59,6 +62,8 @@ WRONG: Mapping[str, Row] = {
     },
     "step": _UNSHARDED
     | {
+        "backward_missing": "step was called after {calls} of {backward_calls} backward calls of a micro-batch; call "
+        "backward for each part of its loss first, or set training.backward_calls to how many there are",
         Phase.OPEN: _NO_BACKWARD,
         Phase.FORWARD_DONE: _NO_BACKWARD,
     },

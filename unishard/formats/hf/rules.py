@@ -291,6 +291,10 @@ _OWN: Mapping[str, Rule] = {
     "training.gradient_clipping": exact(
         "max_grad_norm", to=lambda cfg, topology: {"max_grad_norm": cfg.training.gradient_clipping or 0.0}
     ),
+    "training.backward_calls": exact(
+        "none: one call for each micro-batch",
+        needs_input("several", lambda cfg: cfg.training.backward_calls > 1, "add up the losses in compute_loss"),
+    ),
     "training.loss_chunk_tokens": exact(
         "none: the logits of all tokens are made",
         needs_input(

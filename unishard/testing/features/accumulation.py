@@ -12,7 +12,7 @@ from torch.nn import functional
 import unishard
 from unishard.config import Config
 from unishard.testing import oracle
-from unishard.testing.cells import Cell, Feature, Recorder
+from unishard.testing.cells import MICRO_BATCH, Cell, Feature, Recorder
 from unishard.testing.models import MODELS
 from unishard.testing.oracle import Curve
 
@@ -102,6 +102,27 @@ def _cut(batches: list[dict[str, Any]], cell: Cell) -> Iterator[list[dict[str, A
         start += length * cell.world
 
 
+def _samples(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{key: values[at : at + 1] for key, values in batch.items()} for at in range(MICRO_BATCH)]
+
+
+def _loop_of_parts(engine: unishard.Engine, data: list[dict[str, Any]], cell: Cell) -> Curve:
+    recorder = Recorder()
+    for batch in engine.batches(data):
+        mean = 0.0
+        for sample in _samples(batch):
+            part = engine(**sample).loss / MICRO_BATCH
+            engine.backward(part)
+            mean += engine.mean(part)
+        recorder.record(mean, engine.step())
+    return recorder.curve()
+
+
+def _reference_of_parts(model: nn.Module, data: list[list[dict[str, Any]]], cfg: Config, cell: Cell) -> Curve:
+    samples = [[sample for batch in window for sample in _samples(batch)] for window in data]
+    return oracle.train(model, samples, cfg, world=cell.world)
+
+
 FEATURES = (
     Feature(
         "items",
@@ -117,5 +138,13 @@ FEATURES = (
         "windows of 1, 2 and 3 micro-batches in turn",
         loop=_changing_loop,
         reference=_changing_reference,
+    ),
+    Feature(
+        "backward_calls",
+        "each sample of a micro-batch has a forward and a backward of its own",
+        sections={"training": {"backward_calls": MICRO_BATCH}},
+        models=MODELS,
+        loop=_loop_of_parts,
+        reference=_reference_of_parts,
     ),
 )
