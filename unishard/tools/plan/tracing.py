@@ -19,6 +19,7 @@ from unishard.engine.model import activation_checkpointing
 from unishard.engine.model.shape import shape_of
 from unishard.logits.forward import ChunkedForward
 from unishard.tools.plan.activations import Activations, Segment
+from unishard.tools.plan.causal_masks import of_single_documents
 from unishard.tools.plan.shared_samples import sharing_samples
 
 Place = tuple[str, str, int]
@@ -126,7 +127,7 @@ def trace(
     if cfg.training.loss_chunk_tokens is not None:
         ChunkedForward(model, cfg.training.loss_chunk_tokens)
     kept_fp32.mark_kept(model, kept_fp32.find_kept(model, cfg.precision, train=False).names)
-    with fake, sharing_samples(model, cfg.parallel.sequence, micro_batch_size, seq_len) as part:
+    with fake, of_single_documents(), sharing_samples(model, cfg.parallel.sequence, micro_batch_size, seq_len) as part:
         cast_to_compute(model.parameters(), cfg.precision)
         for parameter in trainable:
             parameter.requires_grad_(True)
