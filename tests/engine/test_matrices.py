@@ -121,3 +121,23 @@ def test_tables_and_filters_inside_blocks_are_no_matrices_and_fused_experts_are(
 def test_a_config_whose_matrices_cannot_be_found(build: Callable[[], nn.Module], fields: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"optimizer.matrices: {message}"):
         setup_of(Config.model_validate({"optimizer": {"name": "muon", **fields}}), build(), None, None)
+
+
+def test_torchs_muon_keeps_its_groups_state_and_hooks_on_shards(recwarn: pytest.WarningsRecorder) -> None:
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 3, bias=False))
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    hooked: list[object] = []
+    optimizer.register_step_post_hook(lambda own, *_: hooked.append(own))
+    setup = setup_of(Config.model_validate({"sharding": "full_shard"}), model, optimizer, scheduler)
+    stepped = setup(model.named_parameters())
+    assert isinstance(stepped, unishard.Muon)
+    assert stepped.param_groups[0] is optimizer.param_groups[0]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    stepped.step()
+    scheduler.step()
+    assert stepped.param_groups[0]["lr"] == 0.05
+    assert hooked == [stepped]
+    assert set(optimizer.state) == set(model.parameters())
+    assert not recwarn.list

@@ -129,4 +129,4 @@ def test_a_schedule_scales_both_rates_and_the_log_says_which_parameters_are_matr
     if unishard.Topology.from_environment().rank == 0:
         (line,) = [each for each in lines if "matrices" in each]
         assert "Muon updates 6 matrices (blocks.0.up.weight, " in line
-        assert "AdamW 17 other parameters (inp.weight, " in line
+        assert "AdamW 19 other parameters (inp.weight, " in line

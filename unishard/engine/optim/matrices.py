@@ -12,6 +12,7 @@ import torch.distributed as dist
 from unishard import config
 from unishard.contract.adapter import EngineAdapter
 from unishard.distributed.shards import Shard, SteppedShard
+from unishard.engine.optim.empty_groups import let_copy_step
 from unishard.matrices.layout import layout_of
 from unishard.matrices.matrix_optimizer import MatrixOptimizer
 from unishard.matrices.muon import Muon
@@ -57,6 +58,7 @@ def on_shards(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         group["matrices"] = True
     own.__setstate__({**vars(optimizer), "_options": dict(optimizer.defaults), "_sharing": None, "owned": {}})
     vars(own).pop("step", None)  # a scheduler has set a `step` that is bound to `optimizer`
+    let_copy_step()
     return own
 
 
