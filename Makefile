@@ -97,7 +97,7 @@ versions: $(READY) ## Try other versions, an environment each (hours); ONLY=torc
 
 # Each benchmark in turn; the machine should do nothing else meanwhile.
 bench: $(READY) ## Measure steps beside loops by hand and frameworks' own, translations, saves; ONLY="peers frameworks" for some, BUDGET= seconds of these.
-	$(foreach each,$(or $(ONLY),overhead calls translate checkpoint stream scale peers frameworks sequence),$(BIN)/python -m benchmarks.$(each)\
+	$(foreach each,$(or $(ONLY),overhead calls translate checkpoint stream scale peers frameworks sequence muon),$(BIN)/python -m benchmarks.$(each)\
 	  $(if $(filter peers,$(each)),$(PEERS)) $(if $(filter frameworks,$(each)),$(FRAMEWORKS))\
 	  $(if $(filter sequence,$(each)),$(SEQUENCE))\
 	  $(if $(BUDGET),$(if $(filter peers frameworks,$(each)),--seconds $(BUDGET))) &&) true

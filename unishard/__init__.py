@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from unishard.engine.state.moving_average import MovingAverage
     from unishard.failures.lifetime import shutdown
     from unishard.logits.chunks import chunked_loss
+    from unishard.matrices.matrix_optimizer import MatrixOptimizer
+    from unishard.matrices.muon import Muon
     from unishard.sequence.attention import attention
 
 __all__ = [
@@ -56,8 +58,10 @@ __all__ = [
     "Engine",
     "EngineMismatchError",
     "Fit",
+    "MatrixOptimizer",
     "ModelError",
     "MovingAverage",
+    "Muon",
     "NonFiniteError",
     "OptimizerFactory",
     "Placement",
@@ -85,7 +89,9 @@ __all__ = [
 _ON_FIRST_USE = {
     "Backend": "unishard.contract.backend",
     "Engine": "unishard.engine.engine",
+    "MatrixOptimizer": "unishard.matrices.matrix_optimizer",
     "MovingAverage": "unishard.engine.state.moving_average",
+    "Muon": "unishard.matrices.muon",
     "OptimizerFactory": "unishard.contract.backend",
     "Placement": "unishard.contract.results",
     "Resumed": "unishard.contract.results",

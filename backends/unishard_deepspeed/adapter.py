@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, final
@@ -17,7 +17,7 @@ from unishard.contract.results import Placement
 from unishard.contract.units import Unit
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.nested_tensors import hook_gradients
-from unishard.distributed.shards import Shard
+from unishard.distributed.shards import Shard, SteppedShard
 from unishard.errors import CheckpointError, ContractError
 from unishard_deepspeed.clipping import clipping_of
 from unishard_deepspeed.conditional import ConditionalModules
@@ -37,6 +37,7 @@ from unishard_deepspeed.replaced_parameters import explained
 from unishard_deepspeed.shards import Shards
 from unishard_deepspeed.spec import ZeroSpec
 from unishard_deepspeed.stale_gradients import StaleGradients
+from unishard_deepspeed.stepped_memory import stepped_memory
 from unishard_deepspeed.unused_parameters import UnusedParameters
 
 _requires_grad = attrgetter("requires_grad")
@@ -270,6 +271,10 @@ class DeepSpeedAdapter(EngineAdapter):
     def torch_optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer inside DeepSpeed's."""
         return self._inner.optimizer
+
+    def stepped_memory(self) -> Callable[[], dict[nn.Parameter, SteppedShard]]:
+        """Flat master weights, or parts of them."""
+        return stepped_memory(self._inner, self._unused.masters, self._kind)
 
     def reshard_all(self) -> None:
         """Reshard all gathered parameters. Collective.

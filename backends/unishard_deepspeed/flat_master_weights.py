@@ -72,6 +72,12 @@ class FlatMasterWeights:
                 return view, 0
         return master, shard.start
 
+    def stepping(self) -> list[Tensor]:
+        """Inside a step: the master weights that it steps, all or in part."""
+        if self._stepping:
+            return [master for _, masters in self._stepping for master in masters]
+        return [master for group in self._optimizer.param_groups for master in group["params"]]
+
     def forget(self) -> None:
         """Clear all state; no flat master weight is split afterwards."""
         self._split.clear()

@@ -56,7 +56,6 @@ class _Stage0(StageFootprint):
 
     def footprint(self) -> Footprint:
         bare = fields.bare(self.cfg)
-        numels = [parameter.numel for parameter in self.trainable]
         gradients = self.numel * self.accumulate
         wide = self.numel * self.master if self.accumulate != self.master else 0
         bucket = min(self.numel, 500_000_000) * self.reduce
@@ -66,7 +65,7 @@ class _Stage0(StageFootprint):
                 sum(parameter.numel * self.element(parameter) for parameter in self.shape.parameters if parameter.numel)
             ),
             masters=Bytes(0 if bare else self.numel * self.master),
-            optimizer=Bytes(self.state(numels)),
+            optimizer=Bytes(self.whole_state()),
             gradients=Bytes(gradients),
             kept_gradients=Bytes(),
             buffers=Bytes(self.model_buffers()),
@@ -146,7 +145,7 @@ class _Stage12(StageFootprint):
             keeps_whole=late,
             final=bucket + cast + (whole if late else held),
             step=(0 if self.offloads else held + (part * self.master if self.accumulate != self.master else 0)),
-            traffic=tuple(self._traffic()),
+            traffic=(*self._traffic(), *self.exchanged()),
             reserved=RESERVED,
         )
 
@@ -180,6 +179,6 @@ class _BF16Stage1(_Stage12):
             keeps_whole=True,
             final=self.numel * self.compute,
             step=bucket,
-            traffic=tuple(self._traffic()),
+            traffic=(*self._traffic(), *self.exchanged()),
             reserved=RESERVED,
         )

@@ -18,6 +18,10 @@ class InnerOptimizer:
             tensor for group in optimizer.param_groups for tensor in group["params"] if tensor.numel()
         ]
         """The module's parameters that DeepSpeed updates, in the same order on every rank; it ignores empty ones."""
+        self.of_group: dict[int, list[nn.Parameter]] = {
+            id(group): [tensor for tensor in group["params"] if tensor.numel()] for group in optimizer.param_groups
+        }
+        """The same by group, by the identity of its dict, which DeepSpeed keeps."""
 
     @cached_property
     def masters(self) -> list[Tensor]:

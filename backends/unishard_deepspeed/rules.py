@@ -274,7 +274,9 @@ _OWN: Mapping[str, Rule] = {
         to=lambda cfg, topology: {"bf16": {"check_grad_overflow": cfg.training.nonfinite != "ignore"}},
     ),
     "optimizer.name": Rule(
-        Fit.EXACT, "client optimizer", "unishard passes in the torch optimizer; ZeRO hands it flat fp32 partitions"
+        Fit.EXACT,
+        "client optimizer",
+        "unishard passes in the torch optimizer, or its Muon; ZeRO hands it flat fp32 partitions",
     ),
     "optimizer.no_decay": _GROUPS,
     "optimizer.groups": _GROUPS,

@@ -45,7 +45,7 @@ class Stage3(StageFootprint):
             ),
             final=2 * bucket + max(self._sizes(self._full)[-1:]) + copies,
             step=(0 if self.offloads else masters) + copies,
-            traffic=tuple(self._traffic()),
+            traffic=(*self._traffic(), *self.exchanged()),
             reserved=RESERVED,
         )
 

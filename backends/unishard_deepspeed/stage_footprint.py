@@ -10,7 +10,8 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Bytes, Collective, Footprint, optimizer_tensors
+from unishard.contract.footprint import Bytes, Collective, Footprint, exchanged, optimizer_state
+from unishard.contract.kit.parameter_groups import groups_of, matrices_of
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
 from unishard_deepspeed import fields
 
@@ -41,10 +42,11 @@ class StageFootprint(ABC):
         """The trainable parameters by group of the optimizer, each flattened by itself; those kept in fp32 have groups
         of their own.
         """
-        from unishard.contract.kit.parameter_groups import groups_of
-
         named = {parameter.name: parameter for parameter in self.trainable}
-        groups = [[named[name] for name in group.names] for group in groups_of(self.cfg.optimizer, list(named))]
+        groups = [
+            [named[name] for name in group.names]
+            for group in groups_of(self.cfg.optimizer, list(named), matrices=self.matrices)
+        ]
         parts = [
             [each for each in group if each.kept(self.cfg.precision) is kept]
             for kept in (False, True)
@@ -64,11 +66,24 @@ class StageFootprint(ABC):
         """Bytes of the frozen parameters, each in full."""
         return sum(parameter.numel * self.element(parameter) for parameter in self.shape.frozen)
 
+    @cached_property
+    def matrices(self) -> frozenset[str]:
+        """The names of the parameters that are updated as matrices."""
+        return matrices_of(self.cfg.optimizer, self.trainable)
+
     def state(self, elements: Sequence[int]) -> int:
-        """Bytes of the optimizer state of tensors with these numbers of elements."""
-        optimizer = self.cfg.optimizer
-        tensors, rest = optimizer_tensors(optimizer.name, amsgrad=optimizer.amsgrad, momentum=optimizer.momentum)
-        return sum(numel * tensors * self.master + rest for numel in elements)
+        """Bytes of the optimizer state of this rank's part of each group, with these numbers of elements."""
+        are = [group[0].name in self.matrices for group in self.groups]
+        return optimizer_state(self.cfg, zip(elements, are, strict=True))
+
+    def whole_state(self) -> int:
+        """Bytes of the optimizer state of all parameters, each by itself."""
+        return optimizer_state(self.cfg, ((each.numel, each.name in self.matrices) for each in self.trainable))
+
+    def exchanged(self) -> tuple[Collective, ...]:
+        """The exchange of matrices with their owners, once a step."""
+        elements = sum(parameter.numel for parameter in self.trainable if parameter.name in self.matrices)
+        return exchanged(self.cfg, elements, self.ranks)
 
     def model_buffers(self) -> int:
         """Bytes of the model's buffers after `prepare`."""

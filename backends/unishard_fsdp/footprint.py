@@ -22,14 +22,15 @@ Persistent state is exact (tests/ranks/test_footprint.py counts it on real ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate, takewhile
 
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Bytes, Collective, Footprint, optimizer_tensors
+from unishard.contract.footprint import Bytes, Collective, Footprint, exchanged, optimizer_state
+from unishard.contract.kit.parameter_groups import groups_of, matrices_of
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
 
 RESERVED = (1.05, 1.3)
@@ -53,13 +54,6 @@ def footprint_of(shape: ModelShape, cfg: Config, topology: Topology, native: Nat
             return _Sharded(shape, cfg, topology, native, ranks=1).footprint()
         case _:
             return _Sharded(shape, cfg, topology, native, ranks=shard_group_size(cfg, topology)).footprint()
-
-
-def _state(cfg: Config, elements: Iterator[int]) -> int:
-    """Bytes of the optimizer state of tensors with these numbers of elements."""
-    optimizer = cfg.optimizer
-    tensors, rest = optimizer_tensors(optimizer.name, amsgrad=optimizer.amsgrad, momentum=optimizer.momentum)
-    return sum(numel * tensors * ITEMSIZE[cfg.precision.master] + rest for numel in elements)
 
 
 def _buffers(shape: ModelShape, cfg: Config) -> int:
@@ -99,7 +93,9 @@ class _Sharded:
         own = [parameter.rows(self._ranks, rank) for parameter in shape.trainable]
         parameters = sum(parameter.rows(self._ranks) * _own(parameter, cfg) for parameter in shape.parameters)
         gradients = sum(parameter.rows(self._ranks) * master for parameter in shape.trainable)
-        state = _state(cfg, iter(own))
+        matrices = matrices_of(cfg.optimizer, shape.trainable)
+        are = [parameter.name in matrices for parameter in shape.trainable]
+        state = optimizer_state(cfg, zip(own, are, strict=True))
         computing, reducing, final = self._moments(0 if offloads else master)
         return Footprint(
             parameters=place(parameters),
@@ -117,7 +113,10 @@ class _Sharded:
             reduction=tuple(reducing),
             final=final,
             step=0 if offloads else gradients,
-            traffic=tuple(self._traffic()),
+            traffic=(
+                *self._traffic(),
+                *exchanged(cfg, sum(each.numel for each in shape.trainable if each.name in matrices), self._ranks),
+            ),
             reserved=RESERVED,
         )
 
@@ -252,7 +251,8 @@ def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> 
     parameters = sum(parameter.numel * _own(parameter, cfg) for parameter in shape.parameters)
     gradients = sum(parameter.numel for parameter in shape.trainable) * ITEMSIZE[cfg.precision.master]
     divided = native["zero_redundancy_optimizer"]
-    stepped = _partition(shape, cfg, topology) if divided else shape.trainable
+    matrices = matrices_of(cfg.optimizer, shape.trainable)
+    stepped = _partition(shape, cfg, topology, matrices) if divided else shape.trainable
     micro = 1 if native["requires_gradient_sync"] == "last_micro_batch" else cfg.training.gradient_accumulation_steps
     # Without synchronization autograd accumulates beside DDP's buckets, to which the last micro-batch copies (torch
     # 2.13, nn/parallel).
@@ -263,7 +263,7 @@ def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> 
     return Footprint(
         parameters=Bytes(parameters),
         masters=Bytes(),
-        optimizer=Bytes(_state(cfg, (parameter.numel for parameter in stepped))),
+        optimizer=Bytes(optimizer_state(cfg, ((each.numel, each.name in matrices) for each in stepped))),
         gradients=Bytes(gradients),
         kept_gradients=Bytes(gradients),
         buffers=Bytes(_buffers(shape, cfg)),
@@ -274,13 +274,13 @@ def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> 
     )
 
 
-def _partition(shape: ModelShape, cfg: Config, topology: Topology) -> Sequence[ParameterShape]:
+def _partition(
+    shape: ModelShape, cfg: Config, topology: Topology, matrices: Collection[str]
+) -> Sequence[ParameterShape]:
     """The parameters that ZeroRedundancyOptimizer gives to the rank."""
-    from unishard.contract.kit.parameter_groups import groups_of
-
     named = {parameter.name: parameter for parameter in shape.trainable}
     sizes, mine = [0] * topology.world_size, []
-    for group in groups_of(cfg.optimizer, list(named)):
+    for group in groups_of(cfg.optimizer, list(named), matrices=matrices):
         for name in sorted(group.names, key=lambda name: -named[name].numel):
             rank = sizes.index(min(sizes))
             sizes[rank] += named[name].numel

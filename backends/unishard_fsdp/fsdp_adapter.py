@@ -22,7 +22,7 @@ from unishard.contract.optimizer_state import TorchOptimizerState
 from unishard.contract.results import Placement
 from unishard.contract.trainable import frozen_parameters, set_requires_grad
 from unishard.distributed.host_read import HostRead
-from unishard.distributed.shards import Shard
+from unishard.distributed.shards import Shard, SteppedShard
 from unishard.errors import ContractError
 from unishard_fsdp import gathering, generation, options, root_first
 from unishard_fsdp.conditional import ConditionalParameters
@@ -198,6 +198,13 @@ class FSDPAdapter(EngineAdapter):
         return TorchOptimizerState(
             self.torch_optimizer, self.master_shard, self._stepped.tensors if self._stepped else None
         )
+
+    def stepped_memory(self) -> Callable[[], Mapping[nn.Parameter, SteppedShard]]:
+        """The shards as plain tensors, or their copies in host memory."""
+        tensors = self._stepped.tensors if self._stepped else {}
+        return lambda: {
+            parameter: SteppedShard(tensor) for parameter, tensor in tensors.items() if parameter.grad is not None
+        }
 
     def reshard_all(self) -> None:
         """Reshard every unit."""

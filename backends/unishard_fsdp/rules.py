@@ -198,7 +198,9 @@ _OWN: Mapping[str, Rule] = {
         to=fields.for_forms(("fully_shard",), fields.offload),
     ),
     "offload.nvme_path": Rule(Fit.UNSUPPORTED, "none", _NO_NVME),
-    "optimizer.name": done_by_unishard("torch's (fused AdamW and Adam; fused SGD without shards), or lion-pytorch's"),
+    "optimizer.name": done_by_unishard(
+        "torch's (fused AdamW and Adam; fused SGD without shards), lion-pytorch's, or Muon on shards"
+    ),
     "communication.reduce_bucket_size": row(
         Fit.EXACT,
         "DistributedDataParallel(bucket_cap_mb=...)",

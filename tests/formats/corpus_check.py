@@ -77,8 +77,8 @@ CAUSES: Mapping[str, Cause] = {
         r"^\S+: (_target_ of Hydra is not read|Hydra adds what other files say)",
         "LightningCLI reads class_path and init_args, never _target_ and defaults (Lightning 2.6.6, pytorch/cli.py)",
     ),
-    "an optimizer that shards do not see whole (LAMB, Muon)": Cause(
-        r"optimizer\.type: \S+ (needs the norm of each whole tensor|needs whole matrices), which (is|are) sharded",
+    "an optimizer that shards do not see whole (LAMB)": Cause(
+        r"optimizer\.type: \S+ needs the norm of each whole tensor, which is sharded",
         "You et al. 2019 (LAMB), section 3: a norm for each layer; FSDP2 and ZeRO update shards",
     ),
     "an optimizer of torch that the config has no name for": Cause(

@@ -55,6 +55,8 @@ def _on_two(backend):
     yield "mlp", {"sharding": "shard_optimizer", "optimizer": GROUPS}
     for optimizer in ({"name": "sgd", "momentum": 0.9}, {"name": "adagrad"}):
         yield "mlp", {"optimizer": optimizer}
+    for strategy in ("shard_optimizer", "full_shard"):
+        yield "mlp", {"sharding": strategy, "optimizer": "muon"}
     if backend == "fsdp":
         yield "mlp", {"sharding": "shard_optimizer", "native": {"fsdp": {"zero_redundancy_optimizer": True}}}
         yield "mlp", {"optimizer": {"name": "sgd"}}

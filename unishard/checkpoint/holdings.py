@@ -17,7 +17,7 @@ from unishard.checkpoint import tensor_names
 from unishard.distributed.dtypes import dtype_named, name_of
 from unishard.distributed.lazy_shards import LazyShard
 
-_LASTING = (tensor_names.PARAMETERS, tensor_names.OPTIMIZER, tensor_names.AVERAGES)
+_LASTING = (tensor_names.PARAMETERS, tensor_names.OPTIMIZER, tensor_names.MATRICES, tensor_names.AVERAGES)
 _FAST = 1
 """Level of zlib; names and bounds repeat so much that a higher one saves little."""
 

@@ -7,6 +7,8 @@ PARAMETERS = "model."
 OPTIMIZER = "optim.state."
 """Prefix of a parameter's name and an optimizer state key, as torch flattens an optimizer's state (torch 2.13,
 state_dict.py)."""
+MATRICES = "matrices."
+"""Prefix of a parameter's name and a key of what an optimizer keeps of it as a whole matrix."""
 AVERAGES = "ema."
 """Prefix of the name of a parameter of which a moving average is kept."""
 RANDOM = "rng."

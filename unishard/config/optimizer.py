@@ -21,11 +21,16 @@ def _pair(value: Any) -> Any:
 
 _ADAM = ("adamw", "adam")
 _BELONGS = {
-    "betas": (*_ADAM, "lion"),
-    "eps": (*_ADAM, "adagrad"),
+    "betas": (*_ADAM, "lion", "muon"),
+    "eps": (*_ADAM, "adagrad", "muon"),
     "amsgrad": _ADAM,
-    "momentum": ("sgd",),
-    "nesterov": ("sgd",),
+    "momentum": ("sgd", "muon"),
+    "nesterov": ("sgd", "muon"),
+    "matrices": ("muon",),
+    "adamw_lr": ("muon",),
+    "adjust_lr": ("muon",),
+    "ns_steps": ("muon",),
+    "ns_dtype": ("muon",),
 }
 """Fields that only some optimizers have, and those optimizers."""
 
@@ -34,13 +39,16 @@ def _without(field: str, why: str = "the optimizer has none") -> UnusedIf:
     return UnusedIf(lambda cfg: cfg.optimizer.name not in _BELONGS[field], why)
 
 
-_ONLY_SGD = _without("momentum", "only sgd has it")
+_ONLY_SGD = _without("momentum", "only sgd and muon have it")
+_ONLY_MUON = _without("matrices", "only muon has it")
 _NO_DECAY = UnusedIf(lambda cfg: not cfg.optimizer.weight_decay, "there is no weight decay")
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "betas": {"lion": (0.9, 0.99)},
     "eps": {"adagrad": 1e-10},
-    "weight_decay": {"adamw": 0.01},
+    "momentum": {"muon": 0.95},
+    "nesterov": {"muon": True},
+    "weight_decay": {"adamw": 0.01, "muon": 0.1},
 }
 
 
@@ -77,27 +85,45 @@ class Optimizer(Section):
 
     shorthand: ClassVar[tuple[str, ...]] = ("name",)
 
-    name: Annotated[Literal["adamw", "adam", "sgd", "adagrad", "lion"], BeforeValidator(lower), Spellings()] = Field(
-        default="adamw"
+    name: Annotated[Literal["adamw", "adam", "sgd", "adagrad", "lion", "muon"], BeforeValidator(lower), Spellings()] = (
+        Field(default="adamw")
     )
     """`adamw` (decoupled weight decay), `adam` (weight decay added to the gradient), `sgd` and `adagrad` are torch's,
-    fused where torch supports it; `lion` comes from the package lion-pytorch (the extra `optimizers`)."""
+    fused where torch supports it; `lion` comes from the package lion-pytorch (the extra `optimizers`); `muon` is
+    torch's Muon for `matrices`, on shards, and `adamw` for all other parameters."""
     lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
-    """Learning rate, before the schedule."""
+    """Learning rate, before the schedule; with `muon` that of its matrices."""
     betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(_pair), _without("betas")] = Field(
         default_factory=_default("betas", (0.9, 0.999))
     )
-    """Decay rates of the moments, of `adamw` and `adam` (default 0.9, 0.999) and `lion` (default 0.9, 0.99)."""
+    """Decay rates of the moments, of `adamw` and `adam` (default 0.9, 0.999) and `lion` (default 0.9, 0.99), and of
+    what AdamW updates beside `muon`."""
     eps: Annotated[float, _without("eps")] = Field(default_factory=_default("eps", 1e-8), ge=0, allow_inf_nan=False)
-    """Term added to the denominator, of `adamw` and `adam` (default 1e-8) and `adagrad` (default 1e-10)."""
+    """Term added to the denominator, of `adamw` and `adam` (default 1e-8) and `adagrad` (default 1e-10), and of
+    what AdamW updates beside `muon`."""
     amsgrad: Annotated[bool, _without("amsgrad")] = Field(default=False)
     """Whether `adamw` and `adam` divide by the largest second moment so far."""
-    momentum: Annotated[float, _ONLY_SGD] = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """SGD's momentum factor."""
-    nesterov: Annotated[bool, _ONLY_SGD] = Field(default=False)
-    """Whether SGD uses Nesterov momentum."""
+    momentum: Annotated[float, _ONLY_SGD] = Field(default_factory=_default("momentum", 0.0), ge=0, allow_inf_nan=False)
+    """The momentum factor of `sgd` (default 0) and of the matrices of `muon` (default 0.95)."""
+    nesterov: Annotated[bool, _ONLY_SGD] = Field(default_factory=_default("nesterov", False))
+    """Whether `sgd` (default false) and `muon` (default true) use Nesterov momentum."""
+    matrices: Annotated[Literal["auto"] | list[Pattern], _ONLY_MUON] = Field(default="auto")
+    """Parameters that `muon` updates as matrices, of two dimensions, or of three: a matrix for each index of the first,
+    as in fused experts. `auto`: weights of these dimensions in units, the repeated blocks of the model, without
+    embeddings and convolutions; or patterns as in `no_decay`. AdamW updates all others."""
+    adamw_lr: Annotated[float | None, _ONLY_MUON] = Field(default=None, ge=0, allow_inf_nan=False)
+    """Learning rate of the parameters that AdamW updates beside `muon`, before the schedule; `null` for `lr`."""
+    adjust_lr: Annotated[Literal["original", "match_rms_adamw"], _ONLY_MUON] = Field(default="original")
+    """How `muon` adjusts its rate to an m x n matrix, as torch's `adjust_lr_fn`: `original` multiplies it by
+    sqrt(max(1, m / n)), `match_rms_adamw` by 0.2 * sqrt(max(m, n)), so that rates of AdamW fit."""
+    ns_steps: Annotated[int, _ONLY_MUON] = Field(default=5, ge=1, lt=100)
+    """Newton-Schulz iterations of `muon`."""
+    ns_dtype: Annotated[Literal["bf16", "fp32"], _ONLY_MUON] = Field(default="bf16")
+    """Dtype of these iterations, and in which matrices are sent to the rank that makes them: `bf16`, as in torch, or
+    `fp32`, which is exact on any number of ranks."""
     weight_decay: float = Field(default_factory=_default("weight_decay", 0.0), ge=0, allow_inf_nan=False)
-    """Weight decay of every trainable parameter that is not exempt below; by default 0.01 with `adamw`, else 0."""
+    """Weight decay of every trainable parameter that is not exempt below; by default 0.01 with `adamw`, 0.1 with
+    `muon`, else 0."""
     no_decay: Annotated[list[Pattern], _NO_DECAY] = Field(default=[])
     """Parameters without weight decay: regular expressions that match anywhere in a parameter's name (`re.search`),
     such as `[bias, norm]`. One that matches no trainable parameter is a warning, and an error if none does."""

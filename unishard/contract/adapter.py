@@ -22,7 +22,7 @@ from unishard.contract.trainable import frozen_parameters, set_requires_grad
 from unishard.contract.units import Unit
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.nested_tensors import hook_gradients
-from unishard.distributed.shards import Shard
+from unishard.distributed.shards import Shard, SteppedShard
 
 
 class InferenceAdapter(ABC):
@@ -227,6 +227,23 @@ class EngineAdapter(InferenceAdapter):
     def optimizer_state(self) -> OptimizerState:
         """This rank's shards of the optimizer's state, by parameter."""
         return TorchOptimizerState(self.torch_optimizer, self.master_shard)
+
+    def stepped_memory(self) -> Callable[[], Mapping[nn.Parameter, SteppedShard]]:
+        """Prepare to say, inside a step of the torch optimizer, which memory it steps.
+
+        Called once, before any step, for optimizers that need whole matrices.
+
+        Returns:
+            A function for the optimizer to call in `step`: by parameter, where this rank's shard of it is then. Of all
+            parameters that this call of `step` changes, and no others: the same ones on all ranks that share them,
+            those of which this rank has no element included. Not collective.
+        """
+        return lambda: {
+            parameter: SteppedShard(parameter)
+            for group in self.torch_optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        }
 
     def set_trainable(self, names: Sequence[str], trainable: bool) -> None:
         """Freeze parameters or make them trainable, between two windows.

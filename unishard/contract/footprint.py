@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Self
+
+from unishard.config import Config
+from unishard.contract.model_shape import ITEMSIZE
 
 Phase = Literal["forward", "backward", "step"]
 
@@ -122,6 +125,33 @@ class Footprint:
         )
 
 
+def optimizer_state(cfg: Config, parameters: Iterable[tuple[int, bool]]) -> int:
+    """Bytes of the optimizer's state of tensors on one rank.
+
+    Args:
+        cfg: The optimizer, and the dtype of the master weights, which its state has too.
+        parameters: Of each stepped tensor its elements, and whether it is updated as a matrix, or as several.
+    """
+    optimizer, size = cfg.optimizer, ITEMSIZE[cfg.precision.master]
+    tensors, rest = optimizer_tensors(optimizer.name, amsgrad=optimizer.amsgrad, momentum=optimizer.momentum)
+    # Of a matrix Muon keeps the momentum alone.
+    return sum(numel * size if matrix else numel * tensors * size + rest for numel, matrix in parameters)
+
+
+def exchanged(cfg: Config, elements: int, ranks: int) -> tuple[Collective, ...]:
+    """What an optimizer of matrices sends in a step: shards of gradients to owners, and shards of updates back.
+
+    Args:
+        cfg: The optimizer.
+        elements: Of all matrices, on all ranks that share them.
+        ranks: How many share them.
+    """
+    if ranks == 1 or not elements:
+        return ()
+    nbytes = elements * ITEMSIZE[cfg.optimizer.ns_dtype] // ranks
+    return tuple(Collective("all_to_all", what, "step", nbytes, ranks) for what in ("gradients", "parameters"))
+
+
 def optimizer_tensors(name: str, *, amsgrad: bool = False, momentum: float = 0.0) -> tuple[int, int]:
     """State of an optimizer of the config: tensors in the shape of a stepped tensor, and bytes of its other ones.
 
@@ -129,7 +159,7 @@ def optimizer_tensors(name: str, *, amsgrad: bool = False, momentum: float = 0.0
     lion-pytorch 0.2 has one moment and no step.
     """
     match name:
-        case "adamw" | "adam":
+        case "adamw" | "adam" | "muon":
             return 3 if amsgrad else 2, 4
         case "adagrad":
             return 1, 4

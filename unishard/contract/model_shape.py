@@ -67,6 +67,8 @@ class ParameterShape(TensorShape):
     """Index in `ModelShape.units`; -1 for the root."""
     fp32_in: tuple[str, ...] = ()
     """The compute dtypes in which the model's class keeps it in fp32."""
+    matrix: bool = False
+    """Whether it is a matrix for optimizers that know matrices: a weight of a unit, of two or three dimensions."""
 
     def kept(self, precision: Precision) -> bool:
         """Whether it stays in fp32 under `precision.keep_fp32`."""

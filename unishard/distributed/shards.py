@@ -25,6 +25,16 @@ class Shard(NamedTuple):
     """The ranks whose shards make the full tensor, without overlap; None if this rank holds all of it."""
 
 
+class SteppedShard(NamedTuple):
+    """Where an optimizer finds this rank's shard of a parameter while it steps."""
+
+    tensor: Tensor
+    """What the optimizer's groups hold: the shard, or a flat tensor of many shards. Any tensor, if this rank has no
+    element of the parameter."""
+    start: int = 0
+    """First element of the shard in it."""
+
+
 def flat(values: Tensor) -> Tensor:
     """The elements in a row, contiguous, of a tensor of any layout: transposed, strided, expanded, conjugate or negated
     on demand.

@@ -16,6 +16,7 @@ from unishard.config.topology import Topology
 from unishard.contract import registry, tested_versions
 from unishard.contract.backend import Backend, OptimizerFactory
 from unishard.contract.kit import empty_parameters, input_casts, kept_fp32
+from unishard.contract.kit.parameter_groups import matrices_of
 from unishard.contract.model_shape import ModelShape
 from unishard.contract.plan import ConfigText, GuardSpec, MemorySpec, ModelPlan, ObserveSpec, RunPlan
 from unishard.contract.translate import translate
@@ -171,6 +172,7 @@ def setup_of(
     ]
     if problems:
         raise ConfigError(problems)
+    chosen = optimizer is None and cfg.optimizer.name == "muon"
     return OptimizerSetup(
         model,
         cfg.optimizer,
@@ -178,6 +180,7 @@ def setup_of(
         optimizer,
         scheduler,
         sharded=cfg.sharding.strategy != "no_shard",
+        matrices=matrices_of(cfg.optimizer, shape_of(model, cfg.sharding).trainable) if chosen else (),
     )
 
 

@@ -231,8 +231,8 @@ class _Low:
 
 def _optimizer(cfg: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     groups = [
-        {"params": [parameter], **_settings(cfg, name)}
-        for name, parameter in sorted(named, key=lambda pair: _settings(cfg, pair[0]) != _plain(cfg))
+        {"params": [parameter], **_settings(cfg, name, parameter.dim())}
+        for name, parameter in sorted(named, key=lambda pair: _settings(cfg, pair[0], pair[1].dim()) != _plain(cfg))
     ]
     match cfg.name:
         case "sgd":
@@ -241,18 +241,30 @@ def _optimizer(cfg: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> tor
             return torch.optim.Adagrad(groups, eps=cfg.eps)
         case "lion":
             return _Lion(groups, cfg.betas)
+        case "muon":
+            return _Muon(groups, cfg)
         case "adam":
             return torch.optim.Adam(groups, betas=cfg.betas, eps=cfg.eps, amsgrad=cfg.amsgrad, fused=True)
     return torch.optim.AdamW(groups, betas=cfg.betas, eps=cfg.eps, amsgrad=cfg.amsgrad, fused=True)
 
 
-def _plain(cfg: Optimizer) -> dict[str, float]:
-    return {"lr": cfg.lr, "weight_decay": cfg.weight_decay}
+def _plain(cfg: Optimizer) -> dict[str, Any]:
+    return {"lr": cfg.lr, "weight_decay": cfg.weight_decay} | ({"matrix": True} if cfg.name == "muon" else {})
 
 
-def _settings(cfg: Optimizer, name: str) -> dict[str, float]:
+def _is_matrix(cfg: Optimizer, name: str, dims: int) -> bool:
+    """Whether Muon updates a parameter; by default weights in a numbered block, of two dimensions or three."""
+    patterns = [r"\.\d+\."] if cfg.matrices == "auto" else cfg.matrices
+    return dims > 1 and any(re.search(pattern, name) for pattern in patterns)
+
+
+def _settings(cfg: Optimizer, name: str, dims: int) -> dict[str, Any]:
     """Options of one parameter; the oracle gives each parameter its own group, those with default options first."""
-    settings = _plain(cfg)
+    settings: dict[str, Any] = _plain(cfg)
+    if cfg.name == "muon":
+        settings["matrix"] = _is_matrix(cfg, name, dims)
+        if not settings["matrix"] and cfg.adamw_lr is not None:
+            settings["lr"] = cfg.adamw_lr
     if any(re.search(pattern, name) for pattern in cfg.no_decay):
         settings["weight_decay"] = 0.0
     for section in cfg.groups:
@@ -278,3 +290,50 @@ class _Lion(torch.optim.Optimizer):
                 direction = (slow * momentum + (1 - slow) * parameter.grad).sign()
                 parameter.copy_(parameter * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * direction)
                 momentum.copy_(slower * momentum + (1 - slower) * parameter.grad)
+
+
+class _Muon(torch.optim.Optimizer):
+    """`torch.optim.Muon` (torch 2.13) written out, in any dtype and for several matrices in one parameter, and
+    `torch.optim.AdamW`.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], cfg: Optimizer) -> None:
+        super().__init__(groups, {})
+        self.cfg = cfg
+        self.others = [group for group in self.param_groups if not group["matrix"]]
+        groups = [dict(group) for group in self.others]
+        self.adamw = torch.optim.AdamW(groups, betas=cfg.betas, eps=cfg.eps, fused=True) if groups else None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update."""
+        if self.adamw is not None:
+            for group, own in zip(self.others, self.adamw.param_groups, strict=True):
+                own["lr"] = group["lr"]
+            self.adamw.step()
+        for group in self.param_groups:
+            for parameter in group["params"] if group["matrix"] else ():
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        beta = self.cfg.momentum
+        momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+        momentum.lerp_(parameter.grad, 1 - beta)
+        assert parameter.grad is not None
+        ahead = parameter.grad.lerp(momentum, beta) if self.cfg.nesterov else momentum
+        rows, columns = parameter.shape[-2:]
+        factor = max(1, rows / columns) ** 0.5 if self.cfg.adjust_lr == "original" else 0.2 * max(rows, columns) ** 0.5
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        for matrix, direction in zip(parameter.view(-1, rows, columns), ahead.reshape(-1, rows, columns), strict=True):
+            matrix.add_(self._orthogonal(direction), alpha=-group["lr"] * factor)
+
+    def _orthogonal(self, matrix: Tensor) -> Tensor:
+        x = matrix.to(DTYPES[self.cfg.ns_dtype])
+        x = x.T if matrix.shape[0] > matrix.shape[1] else x
+        x = x / x.norm().clamp(min=1e-7)
+        for _ in range(self.cfg.ns_steps):
+            gram = x @ x.T
+            gram = torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+            x = torch.addmm(x, gram, x, beta=3.4445)
+        return x.T if matrix.shape[0] > matrix.shape[1] else x

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from unishard.matrices.matrix_optimizer import MatrixOptimizer
+
 _ELEMENT_WISE = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -25,7 +27,9 @@ lion_pytorch.
 def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an update is known to be element-wise, so that stepping shards as plain tensors gives the same values.
 
-    By class: what a subclass does differently is not known.
+    By class: what a subclass does differently is not known. An optimizer of matrices knows what shards it steps.
     """
     kind = type(optimizer)
+    if isinstance(optimizer, MatrixOptimizer):
+        return True
     return kind in _ELEMENT_WISE or (kind.__module__, kind.__name__) == ("lion_pytorch.lion_pytorch", "Lion")

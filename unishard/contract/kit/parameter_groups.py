@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from unishard import config
+from unishard.contract.model_shape import ParameterShape
 from unishard.errors import ConfigError, Problem
 
 _SHOWN = 12
+_NO_MATRIX = (
+    "auto finds no matrix: no trainable weight of two or three dimensions in a repeated block; name them by patterns, "
+    "such as [proj], or choose optimizer.name: adamw"
+)
+_OTHER_SHAPE = "matches {name}, whose shape {shape} is no matrix; write patterns that match weights only"
 
 
 class NamedGroup(NamedTuple):
@@ -19,15 +25,21 @@ class NamedGroup(NamedTuple):
     """In model order."""
     lr: float
     weight_decay: float
+    matrices: bool = False
+    """Whether they are updated as matrices."""
 
 
-def groups_of(cfg: config.Optimizer, trainable: Sequence[str], frozen: Iterable[str] = ()) -> list[NamedGroup]:
-    """Group parameters: first those in no section, then the sections, each split by `no_decay`.
+def groups_of(
+    cfg: config.Optimizer, trainable: Sequence[str], frozen: Iterable[str] = (), matrices: Collection[str] = ()
+) -> list[NamedGroup]:
+    """Group parameters: first those in no section, then the sections, each split by `no_decay`, and by whether they are
+    matrices, which come first.
 
     Args:
         cfg: The section `optimizer`, with `no_decay` and `groups`.
         trainable: Names of the trainable parameters, in model order.
         frozen: Names of the frozen parameters, for messages.
+        matrices: Those that are updated as matrices; see `matrices_of`.
 
     Raises:
         ConfigError: A pattern of a section, or all of `no_decay`, match no trainable parameter, or a section gets none;
@@ -36,15 +48,41 @@ def groups_of(cfg: config.Optimizer, trainable: Sequence[str], frozen: Iterable[
     claims = {name: _claim(cfg, name) for name in trainable}
     if problems := _problems(cfg, claims, set(frozen)):
         raise ConfigError(problems)
-    members: dict[tuple[int, bool], list[str]] = {}
+    members: dict[tuple[int, bool, bool], list[str]] = {}
     for name in trainable:
-        members.setdefault((claims[name], _matches(cfg.no_decay, name)), []).append(name)
+        members.setdefault((claims[name], name not in matrices, _matches(cfg.no_decay, name)), []).append(name)
     groups = []
-    for (claim, exempt), names in sorted(members.items()):
+    for (claim, plain, exempt), names in sorted(members.items()):
         section = cfg.groups[claim] if claim >= 0 else config.ParameterGroup.model_construct()
         decay = section.weight_decay if section.weight_decay is not None else 0.0 if exempt else cfg.weight_decay
-        groups.append(NamedGroup(tuple(names), cfg.lr if section.lr is None else section.lr, decay))
+        rate = cfg.adamw_lr if plain and cfg.adamw_lr is not None else cfg.lr
+        groups.append(NamedGroup(tuple(names), rate if section.lr is None else section.lr, decay, not plain))
     return groups
+
+
+def matrices_of(cfg: config.Optimizer, trainable: Iterable[ParameterShape]) -> frozenset[str]:
+    """The names of the trainable parameters that the config's optimizer updates as matrices.
+
+    Raises:
+        ConfigError: A pattern of `matrices` matches none, or one that is no matrix; or there is none.
+    """
+    if cfg.name != "muon":
+        return frozenset()
+    shapes = {each.name: each for each in trainable}
+    if cfg.matrices == "auto":
+        found = frozenset(name for name, each in shapes.items() if each.matrix)
+        problems = [] if found else [Problem("optimizer.matrices", _NO_MATRIX)]
+    else:
+        found = frozenset(name for name in shapes if _matches(cfg.matrices, name))
+        problems = [
+            Problem("optimizer.matrices", _OTHER_SHAPE.format(name=name, shape=shapes[name].shape))
+            for name in sorted(found)
+            if len(shapes[name].shape) not in (2, 3)
+        ]
+        problems += _unmatched("optimizer.matrices", cfg.matrices, shapes, set())
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
 def _claim(cfg: config.Optimizer, name: str) -> int:

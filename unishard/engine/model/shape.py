@@ -7,6 +7,7 @@ from torch import nn
 from unishard.config import Sharding
 from unishard.contract.model_shape import ModelShape, ParameterShape, TensorShape
 from unishard.distributed.dtypes import declared_by, name_of
+from unishard.engine.model.matrices import find_matrices
 from unishard.engine.model.units import find_units
 
 
@@ -28,6 +29,7 @@ def shape_of(model: nn.Module, sharding: Sharding) -> ModelShape:
             conditional_modules=sharding.conditional_modules,
         ),
     )
+    matrices = find_matrices(model, units)
     declared = {compute: declared_by(model, compute) for compute in ("bf16", "fp16")}
     unit_of = {id(parameter): index for index, unit in enumerate(units) for parameter in unit.module.parameters()}
     return ModelShape(
@@ -39,6 +41,7 @@ def shape_of(model: nn.Module, sharding: Sharding) -> ModelShape:
                 each.requires_grad,
                 unit_of.get(id(each), -1),
                 tuple(dtype for dtype, names in declared.items() if name in names),
+                id(each) in matrices,
             )
             for name, each in model.named_parameters()
         ),

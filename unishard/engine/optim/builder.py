@@ -4,7 +4,7 @@ sharded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from unishard.config import Optimizer, Scheduler
 from unishard.contract.backend import OptimizerBuilder, OptimizerFactory
 from unishard.engine.optim.compute_groups import separate
 from unishard.engine.optim.empty_groups import without_empty
+from unishard.engine.optim.matrices import on_shards
 from unishard.engine.optim.optimizers import description_of_built, factory, from_factory, move_to_shards
 from unishard.engine.optim.schedulers import SchedulerFactory, build_scheduler, check
 
@@ -31,6 +32,7 @@ class OptimizerSetup:
         scheduler: SchedulerFactory | LRScheduler | None,
         *,
         sharded: bool,
+        matrices: Collection[str] = (),
     ) -> None:
         """Check everything; build nothing.
 
@@ -41,13 +43,14 @@ class OptimizerSetup:
             optimizer: What the caller has passed.
             scheduler: What the caller has passed.
             sharded: Whether the optimizer will step shards.
+            matrices: Names of the parameters that the config's optimizer updates as matrices.
 
         Raises:
             ConfigError: The optimizer or scheduler would not train the model as configured.
         """
         if scheduler is not None:
             check(scheduler, optimizer)
-        self._build = _builder(model, section, optimizer, sharded=sharded)
+        self._build = _builder(model, section, optimizer, sharded=sharded, matrices=matrices)
         self.from_caller = not (optimizer is scheduler is None)
         """Whether what is built depends on the caller's code, too."""
         self.schedule = schedule
@@ -67,7 +70,7 @@ class OptimizerSetup:
         pairs = list(named)
         optimizer: torch.optim.Optimizer = self._build(pairs)
         separate(optimizer, self.scheduler)
-        self.optimizer, optimizer = optimizer, without_empty(optimizer)
+        self.optimizer, optimizer = optimizer, on_shards(without_empty(optimizer))
         names = {id(parameter): name for name, parameter in pairs}
         self.groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         if self._scheduler is not None and self.scheduler is None:
@@ -82,10 +85,15 @@ class OptimizerSetup:
 
 
 def _builder(
-    model: nn.Module, section: Optimizer, given: OptimizerFactory | torch.optim.Optimizer | None, *, sharded: bool
+    model: nn.Module,
+    section: Optimizer,
+    given: OptimizerFactory | torch.optim.Optimizer | None,
+    *,
+    sharded: bool,
+    matrices: Collection[str],
 ) -> OptimizerBuilder:
     if given is None:
-        return factory(section, model)
+        return factory(section, model, matrices)
     if isinstance(given, torch.optim.Optimizer):
         return move_to_shards(given, model, sharded=sharded)
     return from_factory(given, sharded=sharded)

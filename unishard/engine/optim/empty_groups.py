@@ -19,8 +19,14 @@ def without_empty(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     own: torch.optim.Optimizer = object.__new__(type(optimizer))
     vars(own).update(vars(optimizer), param_groups=filled)
     vars(own).pop("step", None)  # a scheduler has set a `step` that is bound to `optimizer`
-    # The warning is about `optimizer`, but its copy steps (torch 2.13, optim/lr_scheduler.py).
+    let_copy_step()
+    return own
+
+
+def let_copy_step() -> None:
+    """Silence a scheduler's warning that its optimizer does not step where a copy of it does (torch 2.13,
+    optim/lr_scheduler.py).
+    """
     warnings.filterwarnings(
         "ignore", r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`", UserWarning
     )
-    return own

@@ -5,7 +5,7 @@ parameters.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -16,16 +16,17 @@ from torch import Tensor, nn
 from unishard import config
 from unishard.contract.backend import OptimizerBuilder, OptimizerFactory
 from unishard.contract.kit.parameter_groups import groups_of, without_match
+from unishard.engine.optim.matrices import muon_of, steps_shards
 from unishard.errors import ConfigError, Problem
 
 _FULL_TENSORS = (torch.optim.Adafactor, torch.optim.Muon)
 """Their update is not element-wise, so updating a shard would give other values (torch 2.13); so is that of others of
-the same name, such as the Adafactor of transformers."""
+the same name, such as the Adafactor of transformers. For Muon there is one that steps shards."""
 
 _logger = logging.getLogger("unishard")
 
 
-def factory(cfg: config.Optimizer, model: nn.Module) -> OptimizerBuilder:
+def factory(cfg: config.Optimizer, model: nn.Module, matrices: Collection[str] = ()) -> OptimizerBuilder:
     """Make a builder of the optimizer in the config.
 
     Uses torch's fused kernels where they exist for CPU and CUDA.
@@ -33,6 +34,7 @@ def factory(cfg: config.Optimizer, model: nn.Module) -> OptimizerBuilder:
     Args:
         cfg: The section `optimizer`.
         model: Not sharded yet; its parameter names are matched with the patterns in `cfg`.
+        matrices: Names of the parameters that are updated as matrices.
 
     Raises:
         ConfigError: A pattern matches nothing, see `groups_of`, or the optimizer's package is not installed.
@@ -40,7 +42,7 @@ def factory(cfg: config.Optimizer, model: nn.Module) -> OptimizerBuilder:
     named = dict(model.named_parameters())
     trainable = [name for name, parameter in named.items() if parameter.requires_grad]
     frozen = named.keys() - set(trainable)
-    groups = groups_of(cfg, trainable, frozen)
+    groups = groups_of(cfg, trainable, frozen, matrices)
     for problem in without_match(cfg, trainable, frozen) if not dist.is_initialized() or dist.get_rank() == 0 else ():
         _logger.warning("%s (the others are used)", problem)
     require_package(cfg)
@@ -49,6 +51,7 @@ def factory(cfg: config.Optimizer, model: nn.Module) -> OptimizerBuilder:
         found = dict(named)
         sections: list[dict[str, Any]] = [
             {"params": [found[name] for name in group.names], "lr": group.lr, "weight_decay": group.weight_decay}
+            | ({"matrices": group.matrices} if matrices else {})
             for group in groups
         ]
         return _new(cfg, sections, fuses=all(each.dtype == torch.float32 for each in found.values()))
@@ -97,6 +100,8 @@ def _new(cfg: config.Optimizer, groups: list[dict[str, Any]], *, fuses: bool) ->
 
             lion: torch.optim.Optimizer = Lion(groups, lr=cfg.lr, betas=cfg.betas)
             return lion
+        case "muon":
+            return muon_of(cfg, groups)
 
 
 def from_factory(build: OptimizerFactory, *, sharded: bool) -> OptimizerBuilder:
@@ -237,7 +242,7 @@ def _problems(optimizer: torch.optim.Optimizer, *, sharded: bool) -> Iterator[st
     if isinstance(optimizer, torch.optim.LBFGS):
         yield "LBFGS recomputes the loss inside step(), which no engine supports; choose another optimizer"
     names = {each.__name__ for each in type(optimizer).__mro__}
-    if sharded and any(each.__name__ in names for each in _FULL_TENSORS):
+    if sharded and not steps_shards(optimizer) and any(each.__name__ in names for each in _FULL_TENSORS):
         yield f"{kind} needs full tensors, but engines step shards; choose no_shard or another optimizer"
     for option, why in (
         ("differentiable", "there is no backward through an update"),

@@ -27,6 +27,7 @@ from unishard.distributed.shards import Shard, shard_norms
 from unishard.engine.state.average_shards import has_average, resume_average
 from unishard.engine.state.extra_state import restore_extra_state
 from unishard.engine.state.manifest_validation import require_sense
+from unishard.engine.state.matrix_state import resume_matrix_state
 from unishard.engine.state.resume import (
     buffers_of_ranks,
     epoch_of,
@@ -81,6 +82,7 @@ def restore(
         raise CheckpointError(
             f"{error}; some weights are loaded already: load another checkpoint before you train on"
         ) from error
+    on_all(group, lambda: resume_matrix_state(run.torch_optimizer, tensors))
     run.adapter.loaded()
     notes = [*reader.notes, *resume(run, manifest, states, group), *notes_of_state]
     notes += on_all(group, lambda: [*restore_extra_state(run.adapter.module, extra)])

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim import Optimizer
+
 from unishard.config import Checkpoint, Training
 from unishard.contract.adapter import InferenceAdapter
 from unishard.engine.loop.accumulation import Accumulation
@@ -38,6 +40,11 @@ class Run:
     """Class of the model before it was sharded."""
     group_names: Sequence[Sequence[str]]
     """Names of the parameters in each group of the optimizer."""
+
+    @property
+    def torch_optimizer(self) -> Optimizer | None:
+        """What makes the updates; None for inference."""
+        return None if self.accumulation is None else self.accumulation.adapter.torch_optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from unishard.distributed.storable import obstacle
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.buffers import Merged
 from unishard.engine.state.extra_state import extra_state_of
+from unishard.engine.state.matrix_state import matrix_state_of
 from unishard.engine.state.random_state import capture_random
 from unishard.engine.state.run import Run
 from unishard.errors import CheckpointError
@@ -53,6 +54,7 @@ def take_snapshot(run: Run, state: Any, merged: Merged, group: dist.ProcessGroup
     own = {f"{tensor_names.RANDOM}rank{rank:05d}.{kind}": value for kind, value in random.items()} | data_tensors
     own |= {f"{tensor_names.BUFFERS}rank{rank:05d}.{name}": buffer for name, buffer in merged.own.items()}
     own |= user_tensors
+    own |= on_all(group, lambda: matrix_state_of(run.torch_optimizer))
     model, buffers = tensors.model_shards(merged.values), [*tensors.buffers()]
     assets = on_all(group, lambda: {} if rank else stored_assets(run.adapter.module, tensors.to_export()))
     if rank:  # only rank 0's buffers and extra state are saved

@@ -62,8 +62,8 @@ def _device(state: str, key: str) -> Rule:
             "nvme", lambda cfg: getattr(cfg.offload, state) == "nvme", f"Accelerate 1.15.0 drops the path; it {_FILE}"
         ),
         approximate(
-            "the optimizer's, of sgd or lion",
-            lambda cfg: state == "optimizer" and cfg.optimizer.name in ("sgd", "lion"),
+            "the optimizer's, of sgd, lion or muon",
+            lambda cfg: state == "optimizer" and cfg.optimizer.name in ("sgd", "lion", "muon"),
             "Accelerate 1.15.0 replaces every optimizer that it does not know by DeepSpeedCPUAdam",
         ),
         to=lambda cfg, topology: _inline(**{key: getattr(cfg.offload, state)}),

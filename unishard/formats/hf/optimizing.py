@@ -223,6 +223,7 @@ def _steps(cfg: Config, topology: Topology) -> Native:
     return {"max_steps": cfg.scheduler.total_steps} if cfg.scheduler.total_steps else {}
 
 
+_WITH_MUON = needs_input("muon", _named("muon"), "an argument of that optimizer")
 _ENDS = "max_steps also ends the training there"
 _PASS = "pass Trainer(..., optimizers=(optimizer, None)) with"
 _GROUPS = "override Trainer.get_decay_parameter_names, or Trainer(..., optimizers=(optimizer, None))"
@@ -233,15 +234,16 @@ OPTIMIZING: Mapping[str, Rule] = {
     "optimizer.name": exact(
         "optim",
         needs_input("adam", _named("adam"), f"transformers has only AdamW; {_PASS} torch.optim.Adam"),
+        needs_input("muon", _named("muon"), f"transformers 5.23 has no Muon; {_PASS} one that you build"),
         equivalent("lion", _named("lion"), "bitsandbytes' Lion: the same algorithm"),
         to=lambda cfg, topology: {"optim": _WRITTEN[cfg.optimizer.name]} if cfg.optimizer.name in _WRITTEN else {},
     ),
     "optimizer.lr": copied("optimizer.lr", "learning_rate"),
-    "optimizer.betas": exact("adam_beta1, adam_beta2", to=_betas),
-    "optimizer.eps": exact("adam_epsilon, optim_args", to=_eps),
+    "optimizer.betas": exact("adam_beta1, adam_beta2", _WITH_MUON, to=_betas),
+    "optimizer.eps": exact("adam_epsilon, optim_args", _WITH_MUON, to=_eps),
     **asked(Fit.NEEDS_INPUT, SCRIPT, {"optimizer.amsgrad": f"{_PASS} torch.optim.AdamW(..., amsgrad=True)"}),
-    "optimizer.momentum": exact("optim_args", to=_written_arguments),
-    "optimizer.nesterov": exact("optim_args"),
+    "optimizer.momentum": exact("optim_args", _WITH_MUON, to=_written_arguments),
+    "optimizer.nesterov": exact("optim_args", _WITH_MUON),
     "optimizer.weight_decay": copied("optimizer.weight_decay", "weight_decay"),
     "optimizer.no_decay": row(
         Fit.NEEDS_INPUT,

@@ -122,6 +122,9 @@ def _optimizer(config: Any, *, top_is_open: bool) -> dict[str, Any]:
         settings["optimizer.name"] = "adam" if plain else name
         torchs = params.get("torch_adam") and not plain and name == "adamw"
         defaults = {"lr": 1e-3, "weight_decay": 0.01 if torchs else 0.0}
+        if name == "muon":
+            defaults = {"lr": params.get("muon_lr", 0.02), "weight_decay": 0.0}
+            params = {key: value for key, value in params.items() if key != "lr" or "muon_lr" not in params}
         settings |= {f"optimizer.{key}": params.get(key, default) for key, default in defaults.items()}
         if "betas" in params:
             settings["optimizer.betas"] = params["betas"]

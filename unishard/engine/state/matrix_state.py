@@ -1,0 +1,68 @@
+"""What an optimizer keeps of whole matrices, such as preconditioners, each on the rank that owns the matrix.
+
+In a checkpoint it is whole, by the matrix's name, so that any rank of any engine can own it afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unishard.checkpoint import tensor_names
+from unishard.checkpoint.tensor_reader import Tensors
+from unishard.errors import CheckpointError
+from unishard.matrices.matrix_optimizer import MatrixOptimizer
+
+_NUMBERS = {int: torch.int64, float: torch.float64}
+"""Numbers are tensors without dimensions of these dtypes, which tensors of an optimizer are not."""
+
+
+def matrix_state_of(optimizer: object) -> dict[str, Tensor]:
+    """This rank's, by checkpoint name; empty for optimizers that keep none.
+
+    Raises:
+        CheckpointError: An optimizer keeps something else than tensors and numbers.
+    """
+    if not isinstance(optimizer, MatrixOptimizer):
+        return {}
+    return {
+        f"{tensor_names.MATRICES}{name}.{key}": _as_tensor(optimizer, key, value)
+        for name, state in optimizer.owned.items()
+        for key, value in state.items()
+    }
+
+
+@torch.no_grad()
+def resume_matrix_state(optimizer: object, tensors: Tensors) -> None:
+    """Read what this rank keeps of the matrices that it owns; of those that were never updated there is nothing."""
+    if not isinstance(optimizer, MatrixOptimizer):
+        return
+    owned = {
+        matrix.name
+        for matrix in optimizer.matrices()
+        if matrix.group is None or matrix.owner == dist.get_rank(matrix.group)
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for full_name in tensors:
+        name, _, key = full_name.removeprefix(tensor_names.MATRICES).rpartition(".")
+        if full_name.startswith(tensor_names.MATRICES) and name in owned:
+            value = tensors.full(full_name)
+            number = not value.dim() and value.dtype in _NUMBERS.values()
+            found.setdefault(name, {})[key] = value.item() if number else value.to(optimizer.device)
+    optimizer.owned.clear()
+    optimizer.owned.update(found)
+
+
+def _as_tensor(optimizer: object, key: str, value: object) -> Tensor:
+    if isinstance(value, Tensor) and (value.dim() or value.dtype not in _NUMBERS.values()):
+        return value
+    if type(value) in _NUMBERS:
+        return torch.tensor(value, dtype=_NUMBERS[type(value)])
+    kind = f"a 0-d tensor in {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise CheckpointError(
+        f"{type(optimizer).__name__} keeps {kind} as {key!r} of a matrix, which cannot be saved; keep tensors with "
+        "dimensions, and Python's int and float"
+    )
