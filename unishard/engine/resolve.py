@@ -28,6 +28,7 @@ from unishard.engine.model import (
 )
 from unishard.engine.model import facts as model_facts
 from unishard.engine.model.activation_offload import units as activation_offload
+from unishard.engine.model.quantization.requirements import check_quantized
 from unishard.engine.model.shape import shape_of
 from unishard.engine.model.units import units_of
 from unishard.engine.optim import optimizers
@@ -81,6 +82,7 @@ def resolve(
         if train
         else strategy not in _SHARDS_PARAMETERS
     )
+    check_quantized(model, cfg.quantization, topology)
     facts = model_facts.facts_of(model, train=train, forward_writes=topology.world_size == 1 and full)
     empty_parameters.freeze_empty(model)
     kept = kept_fp32.find_kept(model, cfg.precision, train=train)

@@ -243,7 +243,8 @@ class Weights:
 
         Args:
             dtype: As in `state_dict`.
-            merged: Whether to add LoRA adapters of peft to the weights that they change, under the base model's names.
+            merged: Whether to add LoRA adapters of peft to the weights that they change, under the base model's names,
+                and to dequantize quantized weights; if not, these come as their bytes, in uint8.
 
         Yields:
             Name and full tensor on `engine.device`, on every rank, one at a time: no rank ever holds the whole model
