@@ -12,13 +12,14 @@ import unishard
 from unishard.config import Quantization
 from unishard.engine.model.facts import facts_of
 from unishard.engine.model.quantization import requirements
-from unishard.engine.model.quantization.adoption import adopt
+from unishard.engine.model.quantization.adoption import adopt, description_of
 from unishard.engine.model.quantization.four_bit import FourBit
 from unishard.engine.model.quantization.linear import QuantizedLinear, quantized_layers
 from unishard.engine.model.quantization.loading import quantize, storage_of
 from unishard.errors import ConfigError, ModelError
 from unishard.testing.features.quantization import quantized_by_bitsandbytes
 from unishard.testing.models import llama
+from unishard.tools.plan.model import PlannedModel
 
 WAYS = [("nf4", False), ("nf4", True), ("fp4", True), ("int8", False)]
 SHAPE = (42, 150)  # neither its elements nor its scales fill their last block
@@ -129,6 +130,30 @@ def test_other_quantized_layers_of_bitsandbytes_are_refused_by_name():
     model = nn.ModuleDict({"table": Embedding4bit(16, 64)}).to("cpu")
     with pytest.raises(ModelError, match=r"table of ModuleDict .*Embedding4bit.*llm_int8_skip_modules"):
         adopt(model)
+
+
+def test_ranks_without_the_data_of_bitsandbytes_are_told_apart_from_those_with_it():
+    model = quantized_by_bitsandbytes(llama(intermediate_size=42), "nf4")
+    subject = "data of the layers of bitsandbytes"
+    assert description_of(llama()) == {}
+    assert description_of(model) == {subject: "present"}
+    # As unishard.init leaves the parameters that a loader registers on the other ranks.
+    meta = torch.empty_like(model.model.layers[1].mlp.up_proj.weight, device="meta")
+    model.model.layers[1].mlp.up_proj.weight = nn.Parameter(meta, requires_grad=False)
+    assert description_of(model)[subject].startswith("absent, as unishard.init leaves it; load the model outside of it")
+
+
+def test_a_plan_counts_the_bytes_that_layers_of_bitsandbytes_are_taken_over_with(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    llama(intermediate_size=42).config.save_pretrained(tmp_path)
+    model = quantized_by_bitsandbytes(llama(intermediate_size=42), "nf4", double=True)
+    adopt(model)
+    cfg = unishard.load({"quantization": {"type": "nf4", "double_quantization": True}})
+    planned = PlannedModel(str(tmp_path), cfg).shape
+    assert {each.name: each.nbytes for each in planned.parameters} == {
+        name: each.nbytes for name, each in model.named_parameters()
+    }
+    assert not planned.trainable
 
 
 def test_a_config_that_is_not_what_the_model_holds_is_refused():

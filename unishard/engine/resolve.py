@@ -28,6 +28,7 @@ from unishard.engine.model import (
 )
 from unishard.engine.model import facts as model_facts
 from unishard.engine.model.activation_offload import units as activation_offload
+from unishard.engine.model.quantization import adoption
 from unishard.engine.model.quantization.requirements import check_quantized
 from unishard.engine.model.shape import shape_of
 from unishard.engine.model.units import units_of
@@ -57,7 +58,7 @@ def fingerprint_of(model: nn.Module, cfg: Config, topology: Topology, optimizer:
     values = {path: value_at(cfg, path) for path, _ in leaves(Config) if not path.startswith("launch.")}  # by host
     return Fingerprint(
         values | {"ranks that share one copy": shard_group_size(cfg, topology)},
-        {"train": train} | model_facts.description_of(model),
+        {"train": train} | model_facts.description_of(model) | adoption.description_of(model),
         optimizers.description_of(optimizer, model),
     )
 

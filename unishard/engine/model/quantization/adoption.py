@@ -21,8 +21,27 @@ _FOUR_BIT, _INT8 = "Params4bit", "Int8Params"
 _OF_ITS_OWN = ("quant_state", "quant_storage", "compute_type_is_set", "support_avx512bf16_for_cpu", "state", "index")
 """Attributes of the layers of bitsandbytes, some of which hold the scales (0.50, nn/modules.py)."""
 
+_ABSENT = (
+    "absent, as unishard.init leaves it; load the model outside of it, or with unishard.from_pretrained and "
+    "quantization in the config, which reads the parts of each rank"
+)
+
 Stored = tuple[Storage, Tensor, Tensor]
 """How a weight is stored, and its bytes: elements and scales."""
+
+
+def description_of(model: Any) -> dict[str, str]:
+    """Describe what must be equal on all ranks: whether the layers of bitsandbytes have their data, which they have
+    only on rank 0 after `unishard.init`.
+
+    Raises nothing.
+    """
+    parts = model.modules() if isinstance(model, nn.Module) and "bitsandbytes" in sys.modules else ()
+    theirs = [part for part in parts if type(part).__module__.startswith("bitsandbytes")]
+    if not theirs:
+        return {}
+    absent = any(each.is_meta for part in theirs for each in part.parameters())
+    return {"data of the layers of bitsandbytes": _ABSENT if absent else "present"}
 
 
 def adopt(model: nn.Module) -> None:
@@ -69,10 +88,7 @@ def _stored(model: nn.Module, name: str, module: Any) -> Stored:
             "bitsandbytes (Linear4bit, Linear8bitLt); leave this module out of the quantization (llm_int8_skip_modules)"
         )
     if module.weight.is_meta:
-        raise ModelError(
-            f"{subject} has no data; load the model outside unishard.init, or with unishard.from_pretrained and "
-            "quantization in the config, which reads the parts of each rank"
-        )
+        raise ModelError(f"data of {subject} is {_ABSENT}")
     return _READ[kind](subject, module)
 
 
