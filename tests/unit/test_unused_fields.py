@@ -19,6 +19,8 @@ ANOTHER: dict[str, Any] = {
     "precision.loss_scale": 8.0,
     "precision.initial_loss_scale": 8.0,
     "precision.loss_scale_growth_interval": 5,
+    "quantization.double_quantization": True,
+    "quantization.skip_modules": ["head"],
     "offload.pin_memory": False,
     "offload.nvme_path": "files",
     "optimizer.betas": [0.5, 0.6],
@@ -82,6 +84,8 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"logging": ["progress"], "profile": {"steps": [3], "dir": "traces"}},
     {"logging": {"to": ["jsonl", "wandb"], "dir": "logs"}},
     {"parallel": {"sequence": 2}},
+    {"quantization": "nf4"},
+    {"quantization": "int8"},
 )
 
 

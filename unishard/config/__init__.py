@@ -20,6 +20,7 @@ from unishard.config.optimizer import Optimizer, ParameterGroup
 from unishard.config.parallel import Parallel, SequenceParallel
 from unishard.config.precision import Precision
 from unishard.config.profile import Profile
+from unishard.config.quantization import Quantization
 from unishard.config.relevance import OffAt
 from unishard.config.scheduler import Scheduler
 from unishard.config.section import CROSS_FIELD, Section, items_of, leaves, refuse, value_at
@@ -42,6 +43,7 @@ __all__ = [
     "ParameterGroup",
     "Precision",
     "Profile",
+    "Quantization",
     "Scheduler",
     "Section",
     "SequenceParallel",
@@ -63,6 +65,8 @@ class Config(Section):
     """What is sharded across the ranks."""
     precision: Precision = Field(default_factory=Precision.model_construct)
     """Dtypes."""
+    quantization: Quantization = Field(default_factory=Quantization.model_construct)
+    """In how few bits the weights of a frozen base are stored, for QLoRA."""
     offload: Offload = Field(default_factory=Offload.model_construct)
     """What is kept in host memory or on NVMe."""
     activation_checkpointing: Annotated[ActivationCheckpointing, OffAt("none")] = Field(default="none")

@@ -40,6 +40,11 @@ LOOP: Mapping[str, Rule] = {
         "torch.utils.checkpoint.checkpoint",
         "around `forward`, inside the engine's hooks; not reentrant, keeps random state",
     ),
+    "quantization.type": done_by_unishard(
+        "bitsandbytes; the bytes are frozen parameters of dtype uint8, sharded by the engine like any other"
+    ),
+    "quantization.double_quantization": done_by_unishard("the scales of the blocks are a parameter of bytes, too"),
+    "quantization.skip_modules": done_by_unishard("by the names of layers in `unishard.from_pretrained`"),
     "offload.activations": Rule(
         Fit.EXACT,
         "torch.autograd.graph.saved_tensors_hooks",

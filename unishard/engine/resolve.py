@@ -29,6 +29,8 @@ from unishard.engine.model import (
 )
 from unishard.engine.model import facts as model_facts
 from unishard.engine.model.activation_offload import units as activation_offload
+from unishard.engine.model.quantization import adoption
+from unishard.engine.model.quantization.requirements import check_quantized
 from unishard.engine.model.shape import shape_of
 from unishard.engine.model.units import units_of
 from unishard.engine.optim import optimizers
@@ -57,7 +59,7 @@ def fingerprint_of(model: nn.Module, cfg: Config, topology: Topology, optimizer:
     values = {path: value_at(cfg, path) for path, _ in leaves(Config) if not path.startswith("launch.")}  # by host
     return Fingerprint(
         values | {"ranks that share one copy": shard_group_size(cfg, topology)},
-        {"train": train} | model_facts.description_of(model),
+        {"train": train} | model_facts.description_of(model) | adoption.description_of(model),
         optimizers.description_of(optimizer, model),
     )
 
@@ -82,6 +84,7 @@ def resolve(
         if train
         else strategy not in _SHARDS_PARAMETERS
     )
+    check_quantized(model, cfg.quantization, topology)
     facts = model_facts.facts_of(model, train=train, forward_writes=topology.world_size == 1 and full)
     empty_parameters.freeze_empty(model)
     kept = kept_fp32.find_kept(model, cfg.precision, train=train)

@@ -251,7 +251,8 @@ class Weights:
 
         Args:
             dtype: As in `state_dict`.
-            merged: Whether to add LoRA adapters of peft to the weights that they change, under the base model's names.
+            merged: Whether to add LoRA adapters of peft to the weights that they change, under the base model's names,
+                and to dequantize quantized weights; if not, these come as their bytes, in uint8.
             names: `saved` for names and shapes as `save_pretrained` writes them, such as a tensor for each expert,
                 which inference servers load; `model` for those of `engine.module`, which other modules always get.
             bucket_bytes: No rank holds more than this beyond its shards, unless a single tensor is larger. One

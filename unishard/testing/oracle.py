@@ -176,7 +176,8 @@ class _Low:
         self.masters = list(model.parameters())
         self.copy = copy.deepcopy(model)
         for parameter in self.copy.parameters():  # not .to(dtype): buffers keep their dtype
-            parameter.data = parameter.data.to(self.low)
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(self.low)
 
     def fill(self, window: Sequence[Batch], world: int) -> float:
         """Fill `.grad` of the master weights and return the mean loss."""

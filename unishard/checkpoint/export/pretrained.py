@@ -237,7 +237,8 @@ def tokenizer_of(model: Any) -> dict[str, bytes]:
 
 
 def _quantized(model: Any) -> str | None:
-    if getattr(model, "hf_quantizer", None) is None:
+    ours = any(getattr(part, "is_quantized", False) for part in model.modules())
+    if getattr(model, "hf_quantizer", None) is None and not ours:
         return None
     return (
         f"{type(model).__name__} is quantized, which an export does not support; train adapters on it and export those"

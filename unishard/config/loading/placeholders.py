@@ -31,6 +31,8 @@ _BY_FIELD: Mapping[str, Needs] = {
     "sharding.group_size": {"sharding.strategy": ("hybrid_shard", "hybrid_shard_grad_op")},
     "sharding.units": _SHARDED,
     "sharding.min_unit_params": _SHARDED,
+    "quantization.double_quantization": {"quantization.type": ("nf4", "fp4")},
+    "quantization.skip_modules": {"quantization.type": ("nf4", "fp4", "int8")},
     "offload.pin_memory": _OFFLOADED,
     "offload.nvme_path": {"offload.params": ("nvme",), "offload.optimizer": ("nvme",)},
 }

@@ -17,6 +17,8 @@ from unishard.config.topology import Topology
 from unishard.contract.kit.materialization import set_reader
 from unishard.distributed import agreement
 from unishard.engine.model.initialization import without_data
+from unishard.engine.model.quantization.loading import quantize
+from unishard.engine.model.quantization.requirements import require_installed
 from unishard.engine.model.weight_files import facts_of, files_of, instead_of, opened, shapes_of
 from unishard.engine.model.weight_sources import sources_of
 from unishard.errors import ModelError
@@ -34,6 +36,9 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
     `precision.compute`. Names are mapped as in `cls.from_pretrained`; what that makes of several tensors of the files,
     such as stacked experts, is made by the same operations, one parameter at a time; tied weights follow the config.
 
+    With `quantization` in the config, linear layers hold quantized bytes in place of their weights, which `prepare`
+    makes from the parts that it reads; add adapters of peft to the model before `prepare`.
+
     Args:
         cls: A transformers model class such as `LlamaForCausalLM`, or an Auto class such as `AutoModelForCausalLM`.
         path: Directory with `config.json` and `model.safetensors`, or several files and their index, as
@@ -45,12 +50,14 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
         The model, in evaluation mode like after `cls.from_pretrained`: call `engine.train()`.
 
     Raises:
-        ConfigError: `cfg` is not a config.
+        ConfigError: `cfg` is not a config, bitsandbytes is missing, or there is nothing to quantize.
         RankMismatchError: On every rank: the files differ between ranks.
         ModelError: `cls` is not such a class, there are no safetensors, tensors are missing, unexpected or have another
             shape, or transformers cannot make a parameter from them.
     """
     expect_config(cfg)
+    if cfg.quantization.on:
+        require_installed(cfg.quantization.type)
     lifetime.ensure(Topology.from_environment(), patience=cfg.communication.desync_timeout)
     folder = path_of(path, "from_pretrained")
     model = _empty(cls, folder, kwargs)
@@ -74,6 +81,8 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
             set_reader(parameters[name], source.read)
         elif name in buffers:
             buffers[name].copy_(source.read(0, buffers[name].numel()).view(buffers[name].shape))
+    if cfg.quantization.on:
+        quantize(model, cfg.quantization)
     with explain_lost_connections(), monitor_client.blocking_call():
         agreement.agree(facts_of(folder, files), f"files in {folder}")
     return model.eval()

@@ -1,13 +1,17 @@
-"""The weights of a model with LoRA adapters as they are once these are merged (peft 0.21, tuners/lora/layer.py)."""
+"""The weights of a model with LoRA adapters as they are once these are merged (peft 0.21, tuners/lora/layer.py), and
+quantized weights are dequantized.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from unishard.distributed.lazy_shards import LazyShard
+from unishard.engine.model.quantization.linear import SCALES, QuantizedLinear, quantized_layers
 from unishard.errors import ContractError
 
 _PREFIX = "base_model.model."
@@ -21,11 +25,15 @@ class MergedAdapters:
         """Find the adapters.
 
         Args:
-            module: A model with adapters of peft, or without any.
+            module: A model with adapters of peft, or without any; with quantized layers or without.
 
         Raises:
             ContractError: An adapter is of a kind that is not merged here.
         """
+        quantized = {f"{path}." if path else "": part for path, part in quantized_layers(module)}
+        self._quantized = {f"{path}{part.elements_name}": (path, part) for path, part in quantized.items()}
+        """By the name of their elements, the layers and their paths."""
+        self._scales = {f"{path}{SCALES}" for path in quantized}
         model: Any = module
         wrapped = hasattr(model, "peft_config") and hasattr(model, "base_model")
         self._prefix = _PREFIX if wrapped else ""
@@ -48,6 +56,15 @@ class MergedAdapters:
 
     def name_of(self, name: str) -> str | None:
         """The name in the base model; None for what it does not have."""
+        if name in self._scales:
+            return None
+        return self._name_of(self._weight(name))
+
+    def _weight(self, name: str) -> str:
+        """The name that a weight has where it is not quantized."""
+        return f"{self._quantized[name][0]}weight" if name in self._quantized else name
+
+    def _name_of(self, name: str) -> str | None:
         for path, used in self._copies.items():
             if name.startswith(path):
                 return self._outer(path + name.removeprefix(used)) if name.startswith(used) else None
@@ -57,28 +74,44 @@ class MergedAdapters:
                 return self._outer(path + inner.removeprefix(_BASE)) if inner.startswith(_BASE) else None
         return self._outer(name)
 
-    def needed_for(self, names: Iterable[str]) -> list[str]:
-        """The matrices that are multiplied for these weights; all by their names in the model with adapters."""
-        return [*dict.fromkeys(name for weight in names for pair in self._pairs(weight) for name in pair[:2])]
+    def shown(self, shards: Mapping[str, LazyShard]) -> dict[str, LazyShard]:
+        """Shards by name, those of quantized elements as the weights that they stand for; `added_to` reads these."""
+        weights = {}
+        for name, (_, layer) in self._quantized.items():
+            storage, elements = layer.storage, shards[name]
+            in_a_byte = -(-storage.numel // storage.sizes[0])
+            start, end = (min(in_a_byte * place, storage.numel) for place in (elements.start, elements.end))
+            weights[name] = LazyShard(torch.Size(storage.shape), torch.float32, start, end, _unread)
+        return {**shards, **weights}
 
-    def added_to(self, name: str, weight: LazyShard, matrices: Mapping[str, Tensor]) -> LazyShard:
-        """This rank's shard of a weight together with what adapters add to it.
+    def needed_for(self, names: Iterable[str]) -> list[str]:
+        """The tensors that `added_to` needs in full for these weights; all by their names in the model."""
+        return [*dict.fromkeys(name for weight in names for name in self._needed(weight))]
+
+    def _needed(self, weight: str) -> Iterator[str]:
+        if weight in self._quantized:
+            yield from (weight, self._quantized[weight][0] + SCALES)
+        for inner, outer, *_ in self._pairs(weight):
+            yield from (inner, outer)
+
+    def added_to(self, name: str, weight: LazyShard, full: Mapping[str, Tensor]) -> LazyShard:
+        """This rank's shard of a weight together with what adapters add to it, dequantized.
 
         Args:
             name: Of the weight, in the model with adapters.
-            weight: Its shard.
-            matrices: Those that it needs, in full.
+            weight: Its shard, as `shown`.
+            full: The tensors that it needs.
         """
         pairs = [*self._pairs(name)]
-        if not pairs:
+        if not pairs and name not in self._quantized:
             return weight
 
         def read(begin: int, end: int) -> Tensor:
             columns = weight.shape[1]
             first, last = begin // columns, -(-end // columns)  # rows, of which this rank may have a part
-            values = weight.read(begin, end).float()
+            values = self._values(name, weight, full, begin, end)
             for inner, outer, scaling, transposed in pairs:
-                left, right = matrices[outer], matrices[inner]
+                left, right = full[outer], full[inner]
                 left, right = (right.T, left.T) if transposed else (left, right)
                 added = (left[first:last] @ right).reshape(-1) * scaling
                 values = values.to(added) + added[begin - first * columns : end - first * columns]
@@ -86,11 +119,19 @@ class MergedAdapters:
 
         return weight._replace(read=read)
 
+    def _values(self, name: str, weight: LazyShard, full: Mapping[str, Tensor], begin: int, end: int) -> Tensor:
+        """Elements of the base model's weight, in fp32."""
+        if name not in self._quantized:
+            return weight.read(begin, end).float()
+        path, layer = self._quantized[name]
+        dequantized = layer.storage.dequantized(full[name].view(-1), full[path + SCALES].view(-1), torch.float32)
+        return dequantized.view(-1)[begin:end]
+
     def _pairs(self, name: str) -> Iterator[tuple[str, str, float, bool]]:
         """Of each adapter that changes a weight: its two matrices, what their product is scaled by, and whether that is
         transposed.
         """
-        path = name.removesuffix(f"{_BASE}weight")
+        path = self._weight(name).removesuffix(f"{_BASE}weight")
         if path not in self._layers:
             return
         layer = self._layers[path]
@@ -117,6 +158,14 @@ def _is_plain(layer: Any) -> bool:
         and all(isinstance(layer.lora_A[each], nn.Linear) for each in adapters)
         and not any(layer.lora_variant.get(each) for each in adapters)
         and not any(layer.lora_bias.get(each) for each in adapters)
-        and getattr(layer.base_layer, "weight", None) is not None
-        and layer.base_layer.weight.is_floating_point()
+        and (isinstance(layer.base_layer, QuantizedLinear) or _has_numbers(layer.base_layer))
     )
+
+
+def _has_numbers(layer: nn.Module) -> bool:
+    weight = getattr(layer, "weight", None)
+    return weight is not None and weight.is_floating_point()
+
+
+def _unread(begin: int, end: int) -> Tensor:
+    raise NotImplementedError("elements of a quantized weight are read together with their scales")

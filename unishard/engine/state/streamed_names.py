@@ -14,8 +14,8 @@ from unishard.checkpoint.export.plan import ExportedTensor
 from unishard.checkpoint.export.pretrained import SavedNames, saved_names, saved_tensors
 from unishard.checkpoint.export.sources import sources_of
 from unishard.distributed.dtypes import DTYPES, declared_by
-from unishard.distributed.lazy_shards import lazy_shard_of
-from unishard.distributed.shards import Shard, copy_dtype
+from unishard.distributed.lazy_shards import LazyShard, lazy_shard_of
+from unishard.distributed.shards import Shard
 from unishard.engine.state.merged_adapters import MergedAdapters
 from unishard.errors import ContractError
 
@@ -46,23 +46,24 @@ def streamed_tensors(
     sources = {name: source for name, source in sources_of(module).items() if source in shards}
     if merged is not None:
         sources = {own: source for name, source in sources.items() if (own := merged.name_of(name)) is not None}
-    called = _called(merged.base if merged is not None else module, sources, shards, names)
+    held = {name: lazy_shard_of(shard) for name, shard in shards.items()}
+    held = held if merged is None else merged.shown(held)
+    called = _called(merged.base if merged is not None else module, sources, held, names)
     parameters = dict(module.named_parameters())
     kept = declared_by(module, dtype) if dtype else set()
 
     def dtype_of(*of: str) -> torch.dtype:
         if dtype is not None:
             return DTYPES["fp32" if kept.intersection(of) else dtype]
-        return copy_dtype(shards[of[0]].values) if of[0] in parameters else shards[of[0]].values.dtype
+        return torch.float32 if of[0] in parameters else held[of[0]].dtype
 
-    held = {name: lazy_shard_of(shard) for name, shard in shards.items()}
     return exported_tensors(called.names, called.pieces, called.joined, held, dtype_of)
 
 
-def _called(model: nn.Module, sources: Mapping[str, str], shards: Mapping[str, Shard], names: Naming) -> SavedNames:
+def _called(model: nn.Module, sources: Mapping[str, str], held: Mapping[str, LazyShard], names: Naming) -> SavedNames:
     if names == "saved" and is_transformers_model(model):
         sources = saved_tensors(model, sources)
-        saved = saved_names(model, sources, {source: shards[source].shape for source in sources.values()})
+        saved = saved_names(model, sources, {source: held[source].shape for source in sources.values()})
         if saved.refusal is not None:
             raise ContractError(
                 f"weights.stream: {saved.refusal}; or pass names='model', for names and shapes as the model has them"

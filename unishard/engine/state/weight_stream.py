@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.checkpoint.export.plan import ExportedTensor
-from unishard.distributed.lazy_shards import lazy_shard_of
+from unishard.distributed.lazy_shards import LazyShard, lazy_shard_of
 from unishard.distributed.shards import Shard
 from unishard.engine.state.full_tensors import buffer_bytes, full_tensors
 from unishard.engine.state.merged_adapters import MergedAdapters
@@ -37,17 +37,24 @@ def stream_weights(
         Views of the buffer of their bucket, which is freed with the last of them.
     """
     held = {name: lazy_shard_of(shard) for name, shard in shards.items()}
+    shown = held if merged is None else merged.shown(held)
     for bucket in _buckets(wanted, shards, bucket_bytes // 2):
         changed = {}
         if merged is not None:
             needed = merged.needed_for(bucket.sources)
-            whole = [ExportedTensor(name, name, tuple(held[name].shape), torch.float32) for name in needed]
-            matrices = dict(stream_weights(whole, shards, device, bucket_bytes))
-            changed = {name: merged.added_to(name, held[name], matrices) for name in bucket.sources}
+            whole = [_whole(name, held[name]) for name in needed]
+            full = dict(stream_weights(whole, shards, device, bucket_bytes))
+            changed = {name: merged.added_to(name, shown[name], full) for name in bucket.sources}
         tensors = full_tensors(bucket.tensors, {**held, **changed}, bucket.group, device)
         names = [tensor.name for tensor in bucket.tensors]
         while tensors:
             yield names.pop(0), tensors.pop(0)
+
+
+def _whole(name: str, shard: LazyShard) -> ExportedTensor:
+    """A tensor of the model as it is, in fp32 if it is floating-point."""
+    dtype = torch.float32 if shard.dtype.is_floating_point else shard.dtype
+    return ExportedTensor(name, name, tuple(shard.shape), dtype)
 
 
 @dataclass

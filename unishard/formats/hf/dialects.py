@@ -10,6 +10,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.key_rows import boolean, drops, integer, one_of, refuses
 from unishard.contract.rules import Fit, worst
 from unishard.formats.hf.loop import compute, off
+from unishard.formats.hf.quantizing import KEYS as QUANTIZED
 from unishard.formats.names import ignored, names
 
 ARGUMENTS = names("training training_args training_arguments trainer train TrainingArguments sft dpo args")
@@ -127,6 +128,7 @@ DIALECT: Mapping[str, Key] = {
         )
         for name in ("GaLore", "BAdam", "APOLLO", "Adam-mini", "Muon")
     },
+    **QUANTIZED,
     **{name: refuses(_WHOLE, lambda value: off(value) or str(value) == "1") for name in _DEGREES},
     SHARING: Key(_shared, "parallel.sequence.size, parallel.sequence.method"),
     MODE: Key(_mode, "", Fit.EQUIVALENT, _PASSED),

@@ -12,6 +12,7 @@ from unishard.contract.rules import NO_KEY, Fit
 from unishard.formats.hf.dialects import LLAMAFACTORY, MODE, SHARING
 from unishard.formats.hf.format import ScriptFormat, is_whole
 from unishard.formats.hf.loop import DEEPSPEED
+from unishard.formats.hf.quantizing import with_llamafactorys_words
 from unishard.formats.llamafactory.shipped import shipped_config, told
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
@@ -42,7 +43,8 @@ class LlamaFactoryFormat(ScriptFormat):
 
     def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """The arguments that train, with LLaMA-Factory's own switch for checkpointed layers."""
-        rendered = _with_sharing(super().write(reading, topology), reading)
+        rendered = with_llamafactorys_words(super().write(reading, topology), reading.config)
+        rendered = _with_sharing(rendered, reading)
         off = reading.config.activation_checkpointing == "none"
         silent = off and reading.decides(_RECOMPUTES) and is_whole(rendered.document)
         if _RECOMPUTES not in rendered.fields and not silent:

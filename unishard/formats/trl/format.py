@@ -12,6 +12,7 @@ from unishard.contract.rules import Fit
 from unishard.formats.hf.dialects import DIALECT, LOADED
 from unishard.formats.hf.format import ScriptFormat
 from unishard.formats.hf.loop import off
+from unishard.formats.hf.quantizing import with_trls_words
 from unishard.formats.names import names
 from unishard.formats.reading import ReadDocument
 
@@ -44,7 +45,7 @@ class TrlFormat(ScriptFormat):
 
     def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """The arguments that train, with TRL's own switch for activations in host memory."""
-        rendered = super().write(reading, topology)
+        rendered = with_trls_words(super().write(reading, topology), reading.config)
         if _OFFLOADED not in rendered.fields or reading.config.offload.activations == "none":
             return rendered
         document = {**rendered.document, _SWITCH: True}

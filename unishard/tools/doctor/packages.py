@@ -32,6 +32,7 @@ PACKAGES = {
     "peft": "hf",
     "safetensors": "hf",
     "lion-pytorch": "optimizers",
+    "bitsandbytes": "quantization",
     "accelerate": "accelerate",
     "tensorboard": "tensorboard",
     "wandb": "wandb",

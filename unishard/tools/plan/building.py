@@ -18,6 +18,8 @@ from unishard.contract.model_shape import ModelShape
 from unishard.contract.plan import EngineSpec
 from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.contract.translate import translate
+from unishard.engine.model.quantization.loading import quantize
+from unishard.engine.model.quantization.requirements import require_installed
 from unishard.engine.model.shape import shape_of
 from unishard.engine.model.units import units_of
 from unishard.errors import ModelError
@@ -65,6 +67,23 @@ class BuiltModel:
         """
         return self._from_factory() if self._folder is None else self._from_folder(self._folder)
 
+    def _quantized(self, cfg: Config) -> ModelWithBatch:
+        """The model as the section `quantization` says.
+
+        That of a folder has no adapters. It is then frozen, and gradients reach its inputs, as they reach adapters in
+        each of its layers.
+        """
+        built = self.build()
+        if not cfg.quantization.on:
+            return built
+        require_installed(cfg.quantization.type)
+        quantize(built.model, cfg.quantization, device="cpu")
+        model: Any = built.model
+        if self._folder is not None:
+            model.requires_grad_(False)
+            model.enable_input_require_grads()
+        return built
+
     def shape(self, cfg: Config) -> ModelShape:
         """The shape of the model.
 
@@ -74,7 +93,7 @@ class BuiltModel:
         """
         _FAKE.require()
         with FakeTensorMode():
-            model = self.build().model
+            model = self._quantized(cfg).model
         return shape_of(model, cfg.sharding)
 
     def attention(self) -> AttentionSizes | None:
@@ -102,7 +121,7 @@ class BuiltModel:
         """
         _FAKE.require()
         with FakeTensorMode():
-            model = self.build().model
+            model = self._quantized(cfg).model
         translation = translate(cfg, backend=backend, topology=topology).check(strict=cfg.strict)
         shape, units = shape_of(model, cfg.sharding), units_of(model, cfg.sharding)
         return registry.get(backend).spec(cfg, translation, topology, shape, units)
@@ -117,7 +136,7 @@ class BuiltModel:
         _FAKE.require()
         fake = FakeTensorMode()
         with fake:
-            model, batch, loss = self.build()
+            model, batch, loss = self._quantized(cfg)
         if batch is None:
             raise ModelError(
                 f"--model {self._name}: its inputs are not known; let the factory return (model, batch), where "
