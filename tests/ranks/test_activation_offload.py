@@ -110,7 +110,7 @@ def test_losses_and_weights_have_the_bits_of_those_without(backend, strategy, pr
     assert all(torch.equal(found[1][name], value) for name, value in wanted[1].items())
 
 
-@in_ranks(world=4, cells=EACH)
+@in_ranks(world=4, cells=EACH, in_turn=True)
 def test_hybrid_groups(backend):
     sharding = {"strategy": "hybrid_shard", "group_size": 2}
     wanted = ran(configured(backend, sharding), "mlp")
@@ -120,7 +120,7 @@ def test_hybrid_groups(backend):
     assert found[0] == wanted[0]
 
 
-@in_ranks(cells=tuple((backend, asked) for (backend,) in EACH for asked in ("none", "full")))
+@in_ranks(cells=tuple((backend, asked) for (backend,) in EACH for asked in ("none", "full")), in_turn=True)
 def test_long_sequences(backend, asked):
     found = []
     for offload in ({}, {"activations": "cpu"}):
@@ -188,7 +188,7 @@ def test_a_pair_that_would_keep_activations_on_the_device_is_refused(sections, s
         configured("fsdp", "full_shard", **with_activations(sections))
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_model_that_recomputes_by_itself_is_refused(backend):
     model = MODELS["llama"].build()
     model.gradient_checkpointing_enable()
@@ -196,7 +196,7 @@ def test_a_model_that_recomputes_by_itself_is_refused(backend):
     assert "offload.activations: model already recomputes (gradient_checkpointing_enable); call" in said
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_model_without_blocks_is_refused(backend):
     said = refused(
         unishard.prepare,

@@ -177,7 +177,7 @@ def test_a_validation_loop_in_the_middle_of_a_window_sees_every_batch_and_does_n
 # -- the rest of the engine's surface --------------------------------------------------------------
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_the_engine_is_a_context_manager_that_closes_and_hides_no_error(backend):
     with prepare(config(backend)) as engine:
         pass
@@ -186,7 +186,7 @@ def test_the_engine_is_a_context_manager_that_closes_and_hides_no_error(backend)
         raise KeyError("mine")
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_mean_is_over_the_ranks_and_leaves_its_argument_alone(backend):
     rank = my_rank()
     with prepare(config(backend)) as engine:
@@ -196,7 +196,7 @@ def test_mean_is_over_the_ranks_and_leaves_its_argument_alone(backend):
     assert tensor.item() == rank + 1
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_the_module_is_the_users_own_and_the_optimizer_shows_the_live_rate(backend):
     model = MODELS["mlp"].build()
     names = [name for name, _ in model.named_parameters()]
@@ -207,7 +207,7 @@ def test_the_module_is_the_users_own_and_the_optimizer_shows_the_live_rate(backe
         assert [group["lr"] for group in engine.optimizer.param_groups] == [0.1]
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_loaders_of_different_lengths_are_an_error_on_every_rank(backend):
     with prepare(config(backend)) as engine:
         raised = refused(train, engine, own_share(3 + my_rank()))
@@ -215,7 +215,7 @@ def test_loaders_of_different_lengths_are_an_error_on_every_rank(backend):
     assert "rank 0 has 3, rank 1 has 4" in raised
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_loader_that_gives_every_rank_the_same_samples_is_told_of_and_a_loop_by_hand_has_full_windows(backend):
     """After a short one was left at its end."""
     cfg = config(backend, training={"gradient_accumulation_steps": 3})

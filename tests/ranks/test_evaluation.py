@@ -171,7 +171,7 @@ def test_metrics_come_in_the_order_of_the_dataset_without_the_samples_that_fill_
         values(outcomes)
 
 
-@in_ranks(cells=EACH, world=3)
+@in_ranks(cells=EACH, world=3, in_turn=True)
 def test_ranks_may_have_different_numbers_of_rows_and_lengths(backend):
     with prepare(config(backend)) as engine:
         rank = dist.get_rank()
@@ -244,7 +244,7 @@ def test_misuse_is_one_clear_error_on_every_rank(misuse, scenario):
     assert MISUSE[misuse] in error(play(MISUSED)[scenario])
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_forward_and_a_generate_in_one_turn_are_refused(backend):
     def one_of_both(engine):
         with engine.eval().lockstep():

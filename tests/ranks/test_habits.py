@@ -55,7 +55,7 @@ WARNING = (
 )
 
 
-@in_ranks(cells=tuple(product(BACKENDS, DIVIDED)))
+@in_ranks(cells=tuple(product(BACKENDS, DIVIDED)), in_turn=True)
 def test_a_loss_that_is_divided_by_hand_is_named_once(backend, how):
     """In two windows, on rank 0."""
     with heard() as lines, prepare(config(backend, training={"gradient_accumulation_steps": 4})) as engine:
@@ -79,7 +79,7 @@ MEANS = {
 }
 
 
-@in_ranks(cells=tuple(product(BACKENDS, MEANS)))
+@in_ranks(cells=tuple(product(BACKENDS, MEANS)), in_turn=True)
 def test_a_mean_with_num_items_is_named_once(backend, how):
     """Of two losses that are passed with the number of their items, on rank 0."""
     with heard() as lines, prepare(config(backend, precision="bf16")) as engine:
@@ -169,7 +169,7 @@ def test_a_closed_engine_gives_optimizer_and_scheduler_back(backend):
 SHARED = nn.ReLU()
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_plain_model_is_saved_though_it_shares_an_activation_with_a_prepared_one(backend):
     """Beside it, and after it is closed."""
     prepared, plain = (nn.Sequential(nn.Linear(4, 4), SHARED, nn.Linear(4, 4)) for _ in range(2))

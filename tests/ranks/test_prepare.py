@@ -150,7 +150,7 @@ def lying(backend, lie, ranks):
         return refused(prepare, config(backend))
 
 
-@in_ranks(cells=tuple(product(BACKENDS, LIES)))
+@in_ranks(cells=tuple(product(BACKENDS, LIES)), in_turn=True)
 def test_an_engine_that_does_not_run_what_was_asked_is_refused_and_closed(backend, lie):
     raised = lying(backend, lie, (0, 1))
     assert raised.startswith("EngineMismatchError: ")
@@ -159,7 +159,7 @@ def test_an_engine_that_does_not_run_what_was_asked_is_refused_and_closed(backen
     assert LEFT_OPEN == []
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_difference_on_one_rank_is_an_error_on_every_rank(backend):
     raised = lying(backend, "masters", (1,))
     assert raised.startswith("EngineMismatchError: ")

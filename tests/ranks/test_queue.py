@@ -33,7 +33,8 @@ ENGINES = tuple((backend, strategy) for backend in BACKENDS for strategy in STRA
 CELLS = (
     *((*engine, "default") for engine in ENGINES),
     *(("deepspeed", strategy, "bf16") for strategy in ("no_shard", "shard_grad_op", "full_shard")),
-    *(("fsdp", "full_shard", setting) for setting in SETTINGS if setting not in ("default", "bf16")),
+    *(("fsdp", "full_shard", setting) for setting in ("items", "fp16")),
+    *(("fsdp", "no_shard", setting) for setting in SETTINGS if setting not in ("default", "items", "bf16", "fp16")),
     *(("deepspeed", "no_shard", setting) for setting in ("fp16", "raise", "sgd")),
 )
 

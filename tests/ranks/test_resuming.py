@@ -42,11 +42,15 @@ def kinds(pair: Pair) -> list[tuple[str, ...]]:
 
 
 FEW = few(MOVED)
-OTHERS = [pair for pair in PAIRS if pair not in AS_ITSELF and (pair not in MOVED or pair in FEW)]
+WITH_FEATURES = [pair for pair in PAIRS if pair not in AS_ITSELF and pair not in MOVED]
+"""To the other engine, and back."""
+ONE_WAY = [pair for number, pair in enumerate(WITH_FEATURES) if number % 4 in (0, 3)]
+OTHERS = [*FEW, *ONE_WAY]
 SAVED = {kind for pair in OTHERS for kind in kinds(pair)}
-DEEP = [pair for pair in PAIRS if pair not in OTHERS and (pair in MOVED or set(kinds(pair)) <= SAVED)]
-"""Further pairs of strategies, and runs that go on as themselves where they do as others too; test_checkpoint.py has
-that bit by bit."""
+NEEDED = [pair for pair in AS_ITSELF if pair.saved.feature == "plain" and not set(kinds(pair)) <= SAVED]
+DEEP = [pair for pair in PAIRS if pair not in OTHERS + NEEDED]
+"""Further pairs of strategies, the way back, and runs that go on as themselves where they do as others too;
+test_checkpoint.py has that bit by bit."""
 BEFORE, AFTER = 2, 2
 """Optimizer steps before and after the checkpoint; `make matrix` takes 5 and 20, and test_data_position.py goes into
 further epochs."""

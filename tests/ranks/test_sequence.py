@@ -95,7 +95,7 @@ def test_training_is_that_of_one_process(backend, strategy, precision, method):
     compared(configured(backend, strategy, method, precision=precision), "llama", readers=1)
 
 
-@in_ranks(world=4, cells=tuple((backend, size) for backend in BACKENDS for size in (2, 4)))
+@in_ranks(world=4, cells=tuple((backend, size) for backend in BACKENDS for size in (2, 4)), in_turn=True)
 def test_groups_beside_data_parallelism(backend, size):
     compared(configured(backend, size=size), "llama", readers=4 // size)
 
@@ -112,7 +112,9 @@ def test_balanced_positions(backend, method, name):
     compared(configured(backend, method=method), name, readers=1)
 
 
-@in_ranks(cells=tuple((backend, recomputed) for backend in BACKENDS for recomputed in ("full", "selective")))
+@in_ranks(
+    cells=tuple((backend, recomputed) for backend in BACKENDS for recomputed in ("full", "selective")), in_turn=True
+)
 def test_recomputation(backend, recomputed):
     compared(configured(backend, activation_checkpointing=recomputed), "windows", readers=1)
 
@@ -143,7 +145,7 @@ def test_what_mixes_positions_elsewhere_is_named(backend, name, precision):
     assert "unishard.attention" in message
 
 
-@in_ranks(cells=tuple((backend, method) for backend in BACKENDS for method in ("ulysses", "allgather")))
+@in_ranks(cells=tuple((backend, method) for backend in BACKENDS for method in ("ulysses", "allgather")), in_turn=True)
 def test_an_own_model_and_an_own_loss(backend, method):
     cfg = configured(backend, method=method)
     model, batch = build("own"), batch_of(Packed(packed=False), 0)
@@ -166,7 +168,7 @@ def test_an_own_model_and_an_own_loss(backend, method):
         torch.testing.assert_close(own[name], gradient, rtol=0, atol=1e-6)
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_evaluation_gives_whole_sequences(backend):
     cfg, data = configured(backend), Packed(5)
     plain = build("windows").eval()
@@ -184,7 +186,7 @@ def test_evaluation_gives_whole_sequences(backend):
     assert losses[0] == pytest.approx(loss.item(), rel=1e-6)
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_generation_is_of_whole_prompts(backend):
     prompt = torch.randint(1, 64, (1, 6 + my_rank()), generator=torch.Generator().manual_seed(my_rank()))
     plain = build("windows").eval().generate(prompt, max_new_tokens=4, do_sample=False)
@@ -201,7 +203,7 @@ def test_generation_is_of_whole_prompts(backend):
     assert_equal(curve, expected(cfg, "windows", 1, updates=1)[0])
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_ranks_of_a_group_must_read_the_same_samples(backend):
     cfg = configured(backend)
     loader = torch.utils.data.DataLoader(Packed(), batch_size=2, sampler=[my_rank() + each for each in range(8)])
@@ -211,7 +213,7 @@ def test_ranks_of_a_group_must_read_the_same_samples(backend):
     assert "unishard.dataloader" in message
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_masks(backend):
     """Padding at either end, a mask of four dimensions, and holes, which are refused."""
     cfg = configured(backend, training={"micro_batch_size": 2})
@@ -241,7 +243,7 @@ def test_masks(backend):
     assert "zeros between tokens" in outcomes["holes"]
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_samples_that_were_not_split_are_refused(backend):
     """As in a loop that reads its loader itself, or that of a framework; nor are parts without what belongs to them."""
     cfg, batch = configured(backend), batch_of(Packed(), 0)
@@ -269,7 +271,7 @@ def test_samples_that_were_not_split_are_refused(backend):
     assert shape == (2, 12, 64)
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_recomputed_attention_of_an_own_model(backend):
     """It sees whole sequences again, also after another model has run that splits nothing."""
     batch, cfg = batch_of(Packed(packed=False), 0), configured(backend, activation_checkpointing=["Block"])
@@ -292,7 +294,7 @@ def test_recomputed_attention_of_an_own_model(backend):
         torch.testing.assert_close(own[name], gradient, rtol=0, atol=1e-6)
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_prepare_that_fails_leaves_the_model_as_it_was(backend):
     model = build("windows")
     model.transposed = nn.Parameter(model.lm_head.weight.t())  # shares memory, which is refused when it is sharded

@@ -30,32 +30,34 @@ def resumed(backend: str, then: int, now: int, world: int, root: str) -> None:
     assert first.norms + second.norms == pytest.approx(reference.norms, rel=1e-5)
 
 
-@in_ranks(cells=tuple((backend, *sizes) for backend in BACKENDS for sizes in ((2, 1), (1, 2))))
+@in_ranks(cells=tuple((backend, *sizes) for backend in BACKENDS for sizes in ((2, 1), (1, 2))), in_turn=True)
 def test_another_size_and_engine_at_a_resume(backend, then, now, root):
     resumed(backend, then, now, 2, root)
 
 
-@in_ranks(world=4, cells=tuple((backend, *sizes) for backend in BACKENDS for sizes in ((4, 2), (2, 4))))
+@in_ranks(world=4, cells=tuple((backend, *sizes) for backend in BACKENDS for sizes in ((4, 2), (2, 4))), in_turn=True)
 def test_another_size_and_engine_at_a_resume_of_four_ranks(backend, then, now, root):
     resumed(backend, then, now, 4, root)
 
 
-@in_ranks(world=4, cells=tuple((backend, strategy) for backend in BACKENDS for strategy in ("hybrid_shard",)))
+@in_ranks(
+    world=4, cells=tuple((backend, strategy) for backend in BACKENDS for strategy in ("hybrid_shard",)), in_turn=True
+)
 def test_hybrid_groups(backend, strategy):
     compared(configured(backend, {"strategy": strategy, "group_size": 2}), "llama", readers=2)
 
 
-@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
 def test_compiled_blocks(backend):
     compared(configured(backend, compile={"mode": "per_block", "backend": "eager"}), "windows", readers=1)
 
 
-@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
 def test_offloaded_state(backend):
     compared(configured(backend, offload={"optimizer": "cpu"}), "llama", readers=1)
 
 
-@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
 def test_adapters(backend):
     from peft import LoraConfig, get_peft_model
 
@@ -71,7 +73,7 @@ def test_adapters(backend):
     assert_equal(curve, reference)
 
 
-@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
 def test_a_released_model_is_as_before(backend):
     model = build("windows")
     batch = {key: value[None] for key, value in data_for("windows")[0].items()}
@@ -82,7 +84,7 @@ def test_a_released_model_is_as_before(backend):
     assert model(**batch).loss.item() == before
 
 
-@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
 def test_a_loader_that_knows_its_own_position_is_not_given_that_of_another_share(backend, root):
     """Both ranks have read one share; without groups there would be two."""
     cfg = configured(backend).override("training.gradient_accumulation_steps=1")

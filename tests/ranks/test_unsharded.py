@@ -237,7 +237,7 @@ def test_weights_are_full_in_inference(backend):
     assert list(map(float, found)) == pytest.approx([float(build()(words, fused=True).loss.detach())] * 2, abs=1e-6)
 
 
-@in_ranks(cells=tuple(product(BACKENDS, ("outside", "penalty"))))
+@in_ranks(cells=tuple(product(BACKENDS, ("outside", "penalty"))), in_turn=True)
 def test_an_error_without_it_names_it(backend, kind):
     block = re.escape("put the forward and the backward into a block `with engine.weights.unsharded([name, ...]):`")
     cfg = configured(backend, "full_shard", "fp32")

@@ -31,7 +31,7 @@ COUNTS = ((2, 2), (1, 3), (torch.tensor([0]), torch.tensor(4)))
 NAMED = {"even": COUNTS[0], "uneven": COUNTS[1], "tensors": COUNTS[2]}
 
 
-@in_ranks(cells=tuple(product(BACKENDS, NAMED)))
+@in_ranks(cells=tuple(product(BACKENDS, NAMED)), in_turn=True)
 def test_only_the_number_of_items_of_all_ranks_counts(backend, name):
     """Norms of windows of two micro-batches whose losses are twice the mean, over so many items of each rank."""
     training, norms = {"gradient_accumulation_steps": 2}, []
@@ -54,7 +54,7 @@ BAD = {
 }
 
 
-@in_ranks(cells=tuple(product(BACKENDS, BAD)))
+@in_ranks(cells=tuple(product(BACKENDS, BAD)), in_turn=True)
 def test_counts_that_mean_nothing_are_refused(backend, name):
     *counts, wanted = BAD[name]
 
@@ -68,7 +68,7 @@ def test_counts_that_mean_nothing_are_refused(backend, name):
     assert wanted in said
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_items_are_added_up_while_backward_runs(backend):
     """Sums of int64 by the phase in which they are started."""
     for items, phases in ((None, []), (4, ["backward"])):
@@ -85,7 +85,7 @@ def test_items_are_added_up_while_backward_runs(backend):
         assert sums == phases
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_window_without_items_is_an_error_that_leaves_the_engine_usable(backend):
     with prepare(config(backend)) as engine:
         (batch,) = own_share(1)
@@ -99,7 +99,7 @@ def test_a_window_without_items_is_an_error_that_leaves_the_engine_usable(backen
 # -- windows ---------------------------------------------------------------------------------------
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_windows_are_as_long_as_the_config_says_and_the_last_as_the_data(backend):
     with prepare(config(backend, training={"gradient_accumulation_steps": 2})) as engine:
         seen = []
@@ -114,7 +114,7 @@ def test_windows_are_as_long_as_the_config_says_and_the_last_as_the_data(backend
     assert (len(whole), len(whole[1:]), whole[1:][0]["x"].shape) == (2, 1, whole[-1]["x"].shape)
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_length_must_be_positive_and_a_window_be_used_up(backend):
     def left_early(engine):
         for window in engine.windows(own_share(3), lengths=[2, 1]):
