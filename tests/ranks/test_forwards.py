@@ -254,7 +254,7 @@ def test_clipping_by_hand_that_begins_later_is_found(backend, strategy):
 @in_ranks(cells=tuple(product(BACKENDS, (1024.0, 65536.0, 2.0, 1000.0))), in_turn=True)
 def test_a_loss_scale_by_hand_is_named_once(backend, factor):
     scaler = torch.amp.GradScaler("cpu", init_scale=factor)
-    with heard() as lines, prepare(config(backend)) as engine:
+    with heard() as lines, prepare(config(backend, "no_shard")) as engine:
         for batch in own_share(2):
             engine.backward(scaler.scale(engine(**batch).loss))
             engine.step()

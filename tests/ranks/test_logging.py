@@ -20,7 +20,6 @@ from unishard.observe.destinations import table
 from unishard.observe.throughput import flops_per_token
 from unishard.testing.models import MODELS
 
-everywhere = pytest.mark.parametrize("backend", BACKENDS)
 WINDOWS = {"training": {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}}
 
 
@@ -42,7 +41,7 @@ def close(one, other):
 # -- the engine's own values -----------------------------------------------------------------------
 
 
-@everywhere
+@in_turn
 @in_ranks
 def test_values_are_those_of_the_updates_and_training_stays_bit_equal(backend, root):
     """Five windows of two micro-batches, the last of one, with and without logs."""
