@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import BACKENDS, config, in_ranks, my_rank, refused
-from harness.training import EACH, EVERY, LEFT_OUT
+from harness.training import EACH
 from sequence_models import LENGTH, TRANSFORMERS, Packed, batch_of, build, data_for
 from torch import nn
 from torch.nn import functional
@@ -97,18 +97,6 @@ def compared(cfg: Any, name: str, readers: int) -> None:
             torch.testing.assert_close(own[key], value, rtol=0, atol=1e-5)
 
 
-CELLS = tuple(
-    (backend, strategy, precision, ("ulysses", "allgather")[number % 2])
-    for number, (backend, strategy, precision) in enumerate(EVERY)
-    if (backend, strategy) not in LEFT_OUT
-)
-
-
-@in_ranks(cells=CELLS)
-def test_training_is_that_of_one_process(backend, strategy, precision, method):
-    compared(configured(backend, strategy, method, precision=precision), "llama", readers=1)
-
-
 @in_ranks(world=4, cells=tuple((backend, size) for backend in BACKENDS for size in (2, 4)), in_turn=True)
 def test_groups_beside_data_parallelism(backend, size):
     compared(configured(backend, size=size), "llama", readers=4 // size)
@@ -124,13 +112,6 @@ def test_each_kind_of_attention(backend, name):
 )
 def test_balanced_positions(backend, method, name):
     compared(configured(backend, method=method), name, readers=1)
-
-
-@in_ranks(
-    cells=tuple((backend, recomputed) for backend in BACKENDS for recomputed in ("full", "selective")), in_turn=True
-)
-def test_recomputation(backend, recomputed):
-    compared(configured(backend, activation_checkpointing=recomputed), "windows", readers=1)
 
 
 REFUSED = {

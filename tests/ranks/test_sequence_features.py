@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from harness import BACKENDS, in_ranks, refused
 from harness.training import DEEP, OTHER
 from sequence_models import build, data_for
-from test_sequence import assert_equal, compared, configured, expected, trained
-from torch import nn
+from test_sequence import compared, configured, expected, trained
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import unishard
@@ -49,32 +47,6 @@ def test_another_size_and_engine_at_a_resume_of_four_ranks(backend, then, now, r
 )
 def test_hybrid_groups(backend, strategy):
     compared(configured(backend, {"strategy": strategy, "group_size": 2}), "llama", readers=2)
-
-
-@in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
-def test_compiled_blocks(backend):
-    compared(configured(backend, compile={"mode": "per_block", "backend": "eager"}), "windows", readers=1)
-
-
-@in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
-def test_offloaded_state(backend):
-    compared(configured(backend, offload={"optimizer": "cpu"}), "llama", readers=1)
-
-
-@in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
-def test_adapters(backend):
-    from peft import LoraConfig, get_peft_model
-
-    def adapted() -> nn.Module:
-        torch.manual_seed(1)
-        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        return get_peft_model(build("windows"), config)
-
-    cfg = configured(backend)
-    with unishard.prepare(adapted(), cfg) as engine:
-        curve = trained(engine, cfg, "windows")
-    reference, _ = expected(cfg, "windows", 1, model=adapted())
-    assert_equal(curve, reference)
 
 
 @in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
