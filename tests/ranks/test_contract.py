@@ -193,17 +193,17 @@ def test_a_validation_loop_in_the_middle_of_a_window_sees_every_batch_and_does_n
 
 @in_ranks(cells=EACH, in_turn=True)
 def test_the_engine_is_a_context_manager_that_closes_and_hides_no_error(backend):
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         pass
     assert "closed engine" in refused(engine.step)
-    with pytest.raises(KeyError, match="mine"), prepare(config(backend)):
+    with pytest.raises(KeyError, match="mine"), prepare(config(backend, "no_shard")):
         raise KeyError("mine")
 
 
 @in_ranks(cells=EACH, in_turn=True)
 def test_mean_is_over_the_ranks_and_leaves_its_argument_alone(backend):
     rank = my_rank()
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         tensor = torch.tensor([rank + 1.0], requires_grad=True)
         means = engine.mean(rank), engine.mean(tensor), engine.mean(torch.tensor(float(rank), dtype=torch.bfloat16))
     assert means == (0.5, 1.5, 0.5)
@@ -223,7 +223,7 @@ def test_the_module_is_the_users_own_and_the_optimizer_shows_the_live_rate(backe
 
 @in_ranks(cells=EACH, in_turn=True)
 def test_loaders_of_different_lengths_are_an_error_on_every_rank(backend):
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         raised = refused(train, engine, own_share(3 + my_rank()))
     assert raised.startswith("RankMismatchError: ranks hold different numbers of batches")
     assert "rank 0 has 3, rank 1 has 4" in raised
@@ -232,7 +232,7 @@ def test_loaders_of_different_lengths_are_an_error_on_every_rank(backend):
 @in_ranks(cells=EACH, in_turn=True)
 def test_a_loader_that_gives_every_rank_the_same_samples_is_told_of_and_a_loop_by_hand_has_full_windows(backend):
     """After a short one was left at its end."""
-    cfg = config(backend, training={"gradient_accumulation_steps": 3})
+    cfg = config(backend, "no_shard", training={"gradient_accumulation_steps": 3})
     same = [{name: value[0] for name, value in batch.items()} for batch in share(4, rank=0, world=2)]
     said = []
     with prepare(cfg) as engine:
