@@ -113,7 +113,9 @@ def without_moments(fill):
 
 def forgetful(backend, what):
     """The relative deviation over ten updates of a resumed run that has lost something."""
-    cfg = config(backend, optimizer=ADAMW, scheduler={"name": "cosine", "warmup_steps": 2, "total_steps": 14})
+    cfg = config(
+        backend, "no_shard", optimizer=ADAMW, scheduler={"name": "cosine", "warmup_steps": 2, "total_steps": 14}
+    )
     with unishard.prepare(llama(7), cfg) as engine:
         train(engine, own_share(4, "llama"))
         folder = engine.save(f"{what[1]}/{backend}")
