@@ -34,7 +34,11 @@ for _name, _number in (("unishard", 24), ("deep", 100)):
 _EXAMPLES = {False: 100, True: 300}
 """By whether `--deep` is asked for."""
 _RANKS = Path(__file__).parent / "ranks"
-_LONGEST = ("ranks/test_conformance.py", "docs/test_pages.py", "ranks/test_resuming.py", "ranks/test_demo.py")
+_LONGEST = (
+    *("ranks/test_conformance.py", "docs/test_pages.py", "ranks/test_faults.py", "integrations/test_on_trainer.py"),
+    *("ranks/test_resuming.py", "ranks/test_mistakes.py", "integrations/test_long_sequences.py", "ranks/test_demo.py"),
+    *("integrations/test_on_lightning.py", "integrations/test_on_trl.py", "integrations/test_on_accelerate.py"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -31,20 +31,24 @@ SECTIONS = {
     "offloaded": {"offload": {"params": "cpu", "optimizer": "cpu"}},
 }
 KINDS = {"mlp": MODELS["mlp"].build, "llama": MODELS["llama"].build, "lora": lora}
+REPEATED = (
+    ("fsdp", "full_shard", "fp32", "compiled", "llama"),
+    ("fsdp", "shard_grad_op", "fp32", "recomputed", "mlp"),
+    ("deepspeed", "full_shard", "fp32", "none", "lora"),
+    ("deepspeed", "shard_optimizer", "fp32", "recomputed", "mlp"),
+)
+"""Of which the other engine has all."""
 CELLS = (
     ("fsdp", "full_shard", "fp32", "none", "llama"),
     ("fsdp", "full_shard", "bf16", "recomputed", "llama"),
-    *((("fsdp", "full_shard", "fp32", "compiled", "llama"),) if DEEP else ()),
     ("fsdp", "full_shard", "bf16", "none", "lora"),
     ("fsdp", "full_shard", "bf16", "offloaded", "mlp"),
-    ("fsdp", "shard_grad_op", "fp32", "recomputed", "mlp"),
     ("fsdp", "no_shard", "bf16", "none", "mlp"),
     ("deepspeed", "full_shard", "bf16", "none", "llama"),
     ("deepspeed", "full_shard", "fp32", "recomputed", "llama"),
     ("deepspeed", "full_shard", "fp32", "compiled and recomputed", "llama"),
-    *((("deepspeed", "full_shard", "fp32", "none", "lora"),) if DEEP else ()),
     ("deepspeed", "shard_grad_op", "bf16", "none", "mlp"),
-    ("deepspeed", "shard_optimizer", "fp32", "recomputed", "mlp"),
+    *(REPEATED if DEEP else ()),
 )
 
 

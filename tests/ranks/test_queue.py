@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BACKENDS, DEEP, STRATEGIES, own_share, play, prepare, refused, values
+from harness import BACKENDS, DEEP, PAIRS, STRATEGIES, own_share, play, prepare, refused, values
 from harness import checked as config
 from waiting import Wait, Waits
 
@@ -29,7 +29,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "raise": {"training": {"nonfinite": "raise"}},
     "sgd": {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}},
 }
-ENGINES = tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES if strategy != "shard_optimizer")
+ENGINES = tuple(
+    (backend, strategy)
+    for backend in BACKENDS
+    for strategy in STRATEGIES
+    if strategy != "shard_optimizer" and (DEEP or (backend, strategy) != ("fsdp", "shard_grad_op"))
+)
 CELLS = (
     *((*engine, "default") for engine in ENGINES),
     *(("deepspeed", strategy, "bf16") for strategy in ("no_shard", "shard_grad_op", "full_shard")),
@@ -122,7 +127,7 @@ def test_what_deepspeed_reads_is_listed(cell):
 
 # -- skipped on the device -------------------------------------------------------------------------
 
-SKIPPING = ENGINES if DEEP else tuple(engine for engine in ENGINES if engine != ("fsdp", "shard_grad_op"))
+SKIPPING = ENGINES if DEEP else PAIRS
 
 
 def trained(backend: str, strategy: str, bad: int | None, reads: bool) -> dict[str, Any]:

@@ -175,7 +175,7 @@ def released():
 def reads_a_number():
     with unishard.prepare(mlp(), configured("fsdp", "full_shard", "fp32")) as engine:
         float(next(engine.module.parameters()).detach().norm())
-        train(engine, own_share(MICRO_BATCHES))
+        train(engine, own_share(2))
     return "nothing"
 
 

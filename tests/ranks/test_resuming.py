@@ -51,7 +51,7 @@ NEEDED = [pair for pair in AS_ITSELF if pair.saved.feature == "plain" and not se
 DEEP = [pair for pair in PAIRS if pair not in OTHERS + NEEDED]
 """Further pairs of strategies, the way back, and runs that go on as themselves where they do as others too;
 test_checkpoint.py has that bit by bit."""
-BEFORE, AFTER = 2, 2
+BEFORE, AFTER = 1, 2
 """Optimizer steps before and after the checkpoint; `make matrix` takes 5 and 20, and test_data_position.py goes into
 further epochs."""
 
