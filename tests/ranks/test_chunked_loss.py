@@ -50,7 +50,7 @@ def test_training_is_that_of_one_process(backend, strategy, precision):
 
 @in_ranks(cells=tuple((BACKENDS[number % 2], name) for number, name in enumerate(("softcap", "sinks", "chunks"))))
 def test_each_kind_of_model(backend, name):
-    compared(chunked(backend), name, readers=2)
+    compared(chunked(backend, "no_shard"), name, readers=2)
 
 
 @in_ranks(cells=tuple((backend, name) for backend in BACKENDS for name in ("llama", "balanced experts")), in_turn=True)

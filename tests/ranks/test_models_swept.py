@@ -25,8 +25,8 @@ from unishard.testing.cells import BACKENDS
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = read(DOCS / "models-tested.csv")
 SOME = (
-    *("gpt2", "mixtral", "bart", "clip", "BatchNorm", "weights tied across units"),
-    *("a block that is used three times", "blocks in another order in each update"),
+    *("gpt2", "mixtral", "bart", "a block that is used three times", "blocks in another order in each update"),
+    *(("clip", "BatchNorm", "weights tied across units") if DEEP else ()),
 )
 
 SOME_SPLIT = (

@@ -176,7 +176,7 @@ SCENARIOS = (
     *((written, (kept,)) for kept in KEPT[:2]),
     *((gathered, (kept,)) for kept in KEPT),
     *((gathered_in_a_window, (kept,)) for kept in KEPT[:2]),
-    *((side_by_side, (size,)) for size in (1, GROUP)),
+    *((side_by_side, (size,)) for size in (1, GROUP) if DEEP),
     *((inferred, (kept,)) for kept in KEPT[:2]),
     *((of_three, (backend,)) for backend in BACKENDS),
 )
@@ -216,6 +216,7 @@ def test_a_run_that_is_resumed_on_fewer_ranks_goes_on_as_the_one_that_did_not_st
         assert max(compare(found, expected)) < 1e-5
 
 
+@pytest.mark.deep
 def test_deepspeeds_own_key_leaves_another_engine_alone(played):
     assert values(played(side_by_side, GROUP)) == values(played(side_by_side, 1))
 

@@ -104,14 +104,14 @@ def test_groups_beside_data_parallelism(backend, size):
 
 @in_ranks(cells=tuple((BACKENDS[number % 2], name) for number, name in enumerate(TRANSFORMERS) if name != "llama"))
 def test_each_kind_of_attention(backend, name):
-    compared(configured(backend), name, readers=1)
+    compared(configured(backend, "no_shard"), name, readers=1)
 
 
 @in_ranks(
     cells=(("fsdp", "allgather", "windows"), ("deepspeed", "allgather", "sinks"), ("fsdp", "allgather", "chunks"))
 )
 def test_balanced_positions(backend, method, name):
-    compared(configured(backend, method=method), name, readers=1)
+    compared(configured(backend, "no_shard", method), name, readers=1)
 
 
 REFUSED = {

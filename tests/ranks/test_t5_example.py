@@ -40,6 +40,7 @@ def test_it_learns_what_it_has_not_seen(backend):
     assert run["accuracy"] > 0.9
 
 
+@pytest.mark.deep
 def test_both_engines_train_the_same():
     one, other = (tuned(backend, SHORT)["losses"] for backend in BACKENDS)
     assert len(one) == SHORT
