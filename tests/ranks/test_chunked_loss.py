@@ -167,7 +167,7 @@ def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @in_ranks(cells=EACH, in_turn=True)
 def test_an_own_model_and_an_own_loss(backend):
-    cfg = configured(backend, size=1).override("training.gradient_accumulation_steps=1")
+    cfg = configured(backend, "full_shard", size=1).override("training.gradient_accumulation_steps=1")
 
     def build_own(chunk_tokens: int | None) -> nn.Module:
         torch.manual_seed(0)

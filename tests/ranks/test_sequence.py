@@ -19,7 +19,7 @@ from unishard.testing import oracle
 UPDATES, WINDOW = 3, 2
 
 
-def configured(backend: str, strategy: Any = "full_shard", method: str = "auto", size: int = 2, **sections: Any) -> Any:
+def configured(backend: str, strategy: Any = "no_shard", method: str = "auto", size: int = 2, **sections: Any) -> Any:
     training = {"micro_batch_size": 2, "gradient_accumulation_steps": WINDOW, "gradient_clipping": 0.5}
     sequence = {"size": size} | ({} if method == "auto" else {"method": method})
     sections = {"training": training, "parallel": {"sequence": sequence}} | sections
@@ -99,19 +99,19 @@ def compared(cfg: Any, name: str, readers: int) -> None:
 
 @in_ranks(world=4, cells=tuple((backend, size) for backend in BACKENDS for size in (2, 4)), in_turn=True)
 def test_groups_beside_data_parallelism(backend, size):
-    compared(configured(backend, size=size), "llama", readers=4 // size)
+    compared(configured(backend, "full_shard", size=size), "llama", readers=4 // size)
 
 
 @in_ranks(cells=tuple((BACKENDS[number % 2], name) for number, name in enumerate(TRANSFORMERS) if name != "llama"))
 def test_each_kind_of_attention(backend, name):
-    compared(configured(backend, "no_shard"), name, readers=1)
+    compared(configured(backend), name, readers=1)
 
 
 @in_ranks(
     cells=(("fsdp", "allgather", "windows"), ("deepspeed", "allgather", "sinks"), ("fsdp", "allgather", "chunks"))
 )
 def test_balanced_positions(backend, method, name):
-    compared(configured(backend, "no_shard", method), name, readers=1)
+    compared(configured(backend, method=method), name, readers=1)
 
 
 REFUSED = {

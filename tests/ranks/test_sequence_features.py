@@ -15,11 +15,15 @@ import unishard
 def resumed(backend: str, then: int, now: int, world: int, root: str) -> None:
     """Two updates with one size, and two more with another one on the other engine."""
     folder = f"{root}/{backend}-{then}-{now}"
-    cfg = configured(backend, size=then).override(f"training.gradient_accumulation_steps={4 * then // world}")
+    cfg = configured(backend, "full_shard", size=then).override(
+        f"training.gradient_accumulation_steps={4 * then // world}"
+    )
     with unishard.prepare(build("windows"), cfg) as engine:
         first = trained(engine, cfg, "windows", 2)
         engine.save(folder)
-    cfg = configured(OTHER[backend], size=now).override(f"training.gradient_accumulation_steps={4 * now // world}")
+    cfg = configured(OTHER[backend], "full_shard", size=now).override(
+        f"training.gradient_accumulation_steps={4 * now // world}"
+    )
     with unishard.prepare(build("windows"), cfg) as engine:
         engine.load(folder, verify="bits")
         second = trained(engine, cfg, "windows", 2)
