@@ -38,11 +38,19 @@ OF_THE_CORE = [
     if area_of(cell.feature)
     in ("accumulation", "access", "optimizers", "lora", "evaluation", "models", "recomputation", "units")
 ]
+LARGE = [
+    cell
+    for cell in conformance.suite()
+    if cell not in COMBINED
+    and area_of(cell.feature) in ("offload", "precision", "sharding")
+    and (cell.world == 4 or cell.steps > 3)
+]
+"""On 4 ranks, or with many updates."""
 """What the core does around an engine; what an engine does for it has tests of its own, on both."""
 
 
 def _param(backend, cell):
-    turns = [cells.index(cell) for cells in (COMBINED, REPEATED, OF_THE_CORE) if cell in cells]
+    turns = [cells.index(cell) for cells in (COMBINED, REPEATED, OF_THE_CORE, LARGE) if cell in cells]
     in_turn = not turns or BACKENDS[(turns[0] + turns[0] // 4) % 2] == backend
     marks = [*[pytest.mark.quick] * (cell in QUICK), *[pytest.mark.deep] * (not in_turn)]
     return pytest.param(backend, cell, id=f"{backend}-{cell}", marks=marks)
@@ -84,6 +92,8 @@ def test_either_engine_has_all_that_cells_combine_and_repeat():
             (area_of(cell.feature), "fp32") for cell in OF_THE_CORE
         }
         assert {cell.strategy for cell in core} == set(STRATEGIES)
+        assert any(cell.feature == "hybrid" and not _param(backend, cell).marks for cell in LARGE)
+        assert any(cell.feature == "fp16" and not _param(backend, cell).marks for cell in LARGE)
 
 
 def test_make_quick_runs_every_strategy():
