@@ -34,7 +34,11 @@ for _name, _number in (("unishard", 24), ("deep", 100)):
 _EXAMPLES = {False: 100, True: 300}
 """By whether `--deep` is asked for."""
 _RANKS = Path(__file__).parent / "ranks"
-_LONGEST = ("ranks/test_conformance.py", "docs/test_pages.py", "ranks/test_resuming.py", "ranks/test_demo.py")
+_LONGEST = (
+    *("ranks/test_conformance.py", "docs/test_pages.py", "ranks/test_faults.py", "integrations/test_on_trainer.py"),
+    *("ranks/test_resuming.py", "ranks/test_mistakes.py", "integrations/test_long_sequences.py", "ranks/test_demo.py"),
+    *("integrations/test_on_lightning.py", "integrations/test_on_trl.py", "integrations/test_on_accelerate.py"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--deep"):
         os.environ["TESTS_DEEP"] = "1"
     settings.load_profile("deep" if config.getoption("--deep") else "unishard")
+    gc.disable()  # until all tests are collected: a third of the time that takes
 
 
 @pytest.fixture
@@ -78,15 +83,17 @@ def _process_group_ends_with_the_test() -> Iterator[None]:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # else each full collection goes through the thousands of tests again
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--deep"):
         items[:] = [item for item in items if item.get_closest_marker("deep") is None]
     order = {_RANKS.parent / name: place for place, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: order.get(item.path, len(order) + (_RANKS not in item.path.parents)))
+    of_ranks = {path: _RANKS in path.parents for path in {item.path for item in items}}
+    items.sort(key=lambda item: order.get(item.path, len(order) + (not of_ranks[item.path])))
     for item in items:
-        if _RANKS in item.path.parents:
+        if of_ranks[item.path]:
             item.add_marker("ranks")
         if item.get_closest_marker("gpu") is not None and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -7,6 +7,7 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import pytest
 from test_layers import FILES, ROOT
 
 ADAPTERS = ("InferenceAdapter", "EngineAdapter")
@@ -39,11 +40,14 @@ def classes_in(text: str, place: str) -> list[Class]:
     ]
 
 
-CLASSES = {
-    each.node.name: each
-    for path in FILES
-    for each in classes_in(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))
-}
+@pytest.fixture(scope="module")
+def classes() -> dict[str, Class]:
+    """Those of the code, by name."""
+    return {
+        each.node.name: each
+        for path in FILES
+        for each in classes_in(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))
+    }
 
 
 def implemented_above(kind: Class, known: dict[str, Class]) -> set[str]:
@@ -65,14 +69,14 @@ def around_super(kind: Class, known: dict[str, Class]) -> list[str]:
     ]
 
 
-def test_no_method_calls_the_one_that_it_overrides() -> None:
-    looked_at = [kind for kind in CLASSES.values() if not kind.place.startswith(LAYERED)]
-    assert [call for kind in looked_at for call in around_super(kind, CLASSES)] == []
+def test_no_method_calls_the_one_that_it_overrides(classes: dict[str, Class]) -> None:
+    looked_at = [kind for kind in classes.values() if not kind.place.startswith(LAYERED)]
+    assert [call for kind in looked_at for call in around_super(kind, classes)] == []
 
 
-def test_an_adapter_is_final_and_derives_from_the_contract_alone() -> None:
+def test_an_adapter_is_final_and_derives_from_the_contract_alone(classes: dict[str, Class]) -> None:
     adapters = [
-        kind for kind in CLASSES.values() if set(kind.own_bases) & {*ADAPTERS} and kind.node.name not in ADAPTERS
+        kind for kind in classes.values() if set(kind.own_bases) & {*ADAPTERS} and kind.node.name not in ADAPTERS
     ]
     assert {kind.node.name for kind in adapters} == {
         *("FSDPAdapter", "FSDPInferenceAdapter", "DDPAdapter"),

@@ -78,9 +78,11 @@ def run_source(source, folder):
 
 READ_AGAIN = {block.page for block in blocks("bash", "console") if "runs/" in block.text}
 """Whose commands need what their Python blocks save: all of them run in one folder, once."""
+ON_TWO = {*READ_AGAIN, "docs/data.md", "docs/evaluation.md", "docs/sequence.md", "docs/sharding.md"} - {*FIRST}
+"""Pages about what ranks do together; the code of the others runs on one, and with `--deep` on two as well."""
 RUNS = [
     pytest.param(
-        block, world, id=f"{block}-{world}", marks=[pytest.mark.deep] * ((world == 1) is (block.page not in FIRST))
+        block, world, id=f"{block}-{world}", marks=[pytest.mark.deep] * ((world == 2) is not (block.page in ON_TWO))
     )
     for block in blocks("python")
     if block.page not in (TUTORIAL, *LOOPS)

@@ -40,7 +40,10 @@ def beside(case):
     return take_turns(case, Turns(0.0, 0, 0))
 
 
-@pytest.mark.parametrize("case", CHOSEN, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=str(case), marks=[pytest.mark.deep] * (case.model != "accelerate")) for case in CHOSEN],
+)
 def test_losses_are_those_of_its_own_engine_and_no_more_is_called(case):
     for rank in run_ranks(2, beside, case, timeout=300):
         own, ours = rank["own"], rank["unishard"]
@@ -49,6 +52,7 @@ def test_losses_are_those_of_its_own_engine_and_no_more_is_called(case):
         assert ours.calls.everything <= own.calls.everything, ours.calls.own.most_common(20)
 
 
+@pytest.mark.deep
 def test_accelerate_on_deepspeed_calls_few_functions():
     (case,) = [each for each in CASES if each[:2] == ("deepspeed", "shard_grad_op") and each.model == "accelerate"]
     for rank in run_ranks(2, beside, case, timeout=300):

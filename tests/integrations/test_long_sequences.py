@@ -61,7 +61,7 @@ def arguments(folder, kind=transformers.TrainingArguments, **options):
 
 def configured(backend, size=2, method="auto", **sections):
     sequence = {"size": size} | ({} if method == "auto" else {"method": method})
-    return {"backend": backend, "sharding": "full_shard", "parallel": {"sequence": sequence}} | sections
+    return {"backend": backend, "sharding": "no_shard", "parallel": {"sequence": sequence}} | sections
 
 
 def trainer(cfg, folder, *, given=None, **options):
@@ -97,9 +97,9 @@ VARIANTS = {
 }
 
 
-@in_ranks(cells=tuple((backend, method) for backend in BACKENDS for method in ("ulysses", "allgather")))
+@in_ranks(cells=tuple((backend, method) for backend in BACKENDS for method in ("ulysses", "allgather")), in_turn=True)
 def test_the_trainer_trains_as_one_process(backend, method):
-    trained(configured(backend, method=method), 1)
+    trained(configured(backend, method=method, sharding="full_shard"), 1)
 
 
 @in_ranks(cells=tuple((BACKENDS[number % 2], variant) for number, variant in enumerate(VARIANTS) if number))
@@ -108,7 +108,10 @@ def test_the_trainers_own_losses(backend, variant):
     trained(configured(backend), 1, expected=expected, **options)
 
 
-@in_ranks(world=4, cells=(("fsdp", "tokens"), ("deepspeed", "tokens"), ("fsdp", "means"), ("deepspeed", "smooth")))
+FOUR = (("deepspeed", "tokens"), ("fsdp", "means"), *((("fsdp", "tokens"), ("deepspeed", "smooth")) if DEEP else ()))
+
+
+@in_ranks(world=4, cells=FOUR)
 def test_the_trainer_beside_data_parallelism(backend, variant):
     options, expected = VARIANTS[variant]
     trained(configured(backend), 2, expected=expected, **options)
@@ -149,7 +152,7 @@ def evaluated(made, data):
     return torch.stack(losses).mean().item(), logits
 
 
-@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
 def test_what_saves_memory_changes_nothing_in_the_trainer(backend):
     losses, norms, weights, made = plain(1)
     saving = {"training": {"loss_chunk_tokens": 3}, "offload": {"activations": "cpu"}}
@@ -187,7 +190,7 @@ def test_lora_trains_on_long_sequences_with_the_loss_in_chunks(backend):
     equal(found, {"losses": losses, "norms": norms}, weights, state)
 
 
-@in_ranks(world=4, cells=tuple((backend,) for backend in BACKENDS))
+@in_ranks(world=4, cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
 def test_the_trainer_evaluates_and_predicts_whole_samples_once(backend):
     *_, made = plain(2)
     data = samples(7)
@@ -227,7 +230,7 @@ def test_the_trainer_generates_of_whole_samples(backend, strategy):
     assert predicted[:, LENGTH : LENGTH + 4].tolist() == expected[:, LENGTH:].tolist()
 
 
-@in_ranks(cells=(("fsdp", "deepspeed"), ("deepspeed", "fsdp")))
+@in_ranks(cells=(BACKENDS, BACKENDS[::-1])[: 1 + DEEP])
 def test_the_trainer_resumes_with_and_without_shared_samples(backend, other):
     losses, *_ = plain(1, updates=5)
     folder = shared_folder()
@@ -321,7 +324,7 @@ def test_groups_of_accelerate_read_the_same_shuffled_samples(backend):
     assert everyones[0] == everyones[1]
 
 
-@in_ranks(cells=(("fsdp",), ("deepspeed",)))
+@in_ranks(cells=(("fsdp",), ("deepspeed",)), in_turn=True)
 def test_logits_in_parts_are_refused_where_they_are_read(backend):
     acc = accelerator(backend)
     made = model()
@@ -386,7 +389,7 @@ def of_documents(rows):
 
 
 @with_trl
-@in_ranks(cells=(("fsdp", False), ("deepspeed", False), ("fsdp", True)))
+@in_ranks(cells=(("deepspeed", False), ("fsdp", True), ("fsdp", False))[: 2 + DEEP])
 def test_sft_of_trl(backend, packed):
     made = of_trl("SFT", configured(backend), shared_folder(), documents(), packing=packed)
     rows = [*made.train_dataset]
@@ -420,7 +423,7 @@ PAIRS = [{"prompt": f"w{n} w3 w5", "chosen": f" w{n + 2} w7", "rejected": f" w{n
 
 
 @with_trl
-@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
 def test_dpo_of_trl_is_that_of_its_own_run(backend):
     found = []
     for cfg, rows in ((None, 1), (configured(backend), 2)):

@@ -146,12 +146,12 @@ def trained(backend, readers, kind=Language, **given):
     return run
 
 
-@in_ranks(cells=(("fsdp", Language), ("deepspeed", ByItself), ("fsdp", OfLogits), ("deepspeed", Language)))
+@in_ranks(cells=(("fsdp", Language), ("deepspeed", ByItself), ("fsdp", OfLogits), ("deepspeed", Language))[: 3 + DEEP])
 def test_the_trainer_trains_as_one_process(backend, kind):
     trained(backend, 1, kind)
 
 
-@in_ranks(world=4, cells=tuple((backend,) for backend in BACKENDS))
+@in_ranks(world=4, cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
 def test_the_trainer_beside_data_parallelism(backend):
     trained(backend, 2)
 
@@ -168,7 +168,7 @@ def test_the_trainer_trains_in_bf16(backend):
     assert dtypes <= {torch.float32}
 
 
-@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
 def test_manual_optimization(backend):
     trained(backend, 1, Manual, accumulate_grad_batches=1, gradient_clip_val=None)
 
@@ -183,7 +183,7 @@ def validated(made, readers):
     return total / number
 
 
-@in_ranks(world=4, cells=tuple((backend,) for backend in BACKENDS))
+@in_ranks(world=4, cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
 def test_validation_and_logs_count_groups(backend):
     run, module = trainer(backend, max_epochs=1, max_steps=-1, num_sanity_val_steps=2), Language()
     run.fit(module, loader(2 * EPOCH), loader(VALIDATED))
@@ -197,7 +197,7 @@ def test_validation_and_logs_count_groups(backend):
     assert metrics["tokens"] == sum(len(row["input_ids"]) for row in samples(2 * EPOCH))
 
 
-@in_ranks(cells=(BACKENDS, BACKENDS[::-1]))
+@in_ranks(cells=(BACKENDS[::-1], BACKENDS)[: 1 + DEEP])
 def test_epochs_and_a_resume_on_the_other_engine(backend, other):
     data = read_in_order(1, EPOCH, epochs=3)
     losses, norms, weights, made = plain(1, mean="batch", data=data, updates=6)
@@ -337,14 +337,14 @@ def compare(found, state, readers, prefix=""):
     return made
 
 
-@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
 def test_the_step_of_a_module_in_fabric(backend):
     found, state, *_, engine = looped(backend, InFabric(), lambda made, batch: made.training_step(batch))
     engine.close()
     compare(found, state, 1, "model.")
 
 
-@in_ranks(world=4, cells=tuple((backend,) for backend in BACKENDS))
+@in_ranks(world=4, cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
 def test_a_loop_of_fabric(backend):
     found, state, fabric, made, engine = looped(backend, model(), lambda made, batch: made(**batch).loss)
     made.eval()

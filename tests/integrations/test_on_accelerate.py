@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 sys.path.append(str(Path(__file__).parents[1] / "ranks"))
 from harness import heard, play, refused, values
-from harness.training import LEFT_OUT
+from harness.training import DEEP, LEFT_OUT
 
 from unishard.testing.cells import BACKENDS
 
@@ -217,11 +217,14 @@ def configured(backend, folder):
     return found, problems, made(steps).gradient_accumulation_steps
 
 
-RUNS = (accumulated, by_hand, without_sync, adapters)
+CROSSED = CELLS if DEEP else (("fsdp", "full_shard"), ("deepspeed", "shard_grad_op"))
+"""Each engine."""
+RUNS = {accumulated: CELLS, by_hand: CROSSED, without_sync: CROSSED, adapters: CROSSED}
+RESUMED = tuple(cell for cell in CROSSED if cell[1] != "no_shard")
 ALONE = (evaluated, wrong, early)
 SCENARIOS = (
-    *((run, cell) for run in RUNS for cell in (PLAIN, *CELLS)),
-    *((resumed, (backend, strategy)) for backend, strategy in CELLS if strategy != "no_shard"),
+    *((run, cell) for run, cells in RUNS.items() for cell in (PLAIN, *cells)),
+    *((resumed, cell) for cell in RESUMED),
     *((alone, (backend,)) for alone in ALONE for backend in BACKENDS),
 )
 
@@ -230,15 +233,14 @@ def of(scenario, *arguments):
     return values(play(SCENARIOS)[scenario, arguments])
 
 
-@pytest.mark.parametrize("cell", CELLS, ids="-".join)
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize(("run", "cell"), [(run, cell) for run, cells in RUNS.items() for cell in cells])
 def test_a_script_trains_as_with_ddp(run, cell):
     for (found, state), (expected, expected_state) in zip(of(run, *cell), of(run, *PLAIN), strict=True):
         assert_close(torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64), **CLOSE)
         assert_close(state, expected_state, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell[1] != "no_shard"], ids="-".join)
+@pytest.mark.parametrize("cell", RESUMED, ids="-".join)
 def test_a_run_continues_on_either_engine(cell):
     for further, found, problem, files in of(resumed, *cell):
         for other in found:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "ranks"))
+from harness import in_turn
 
 from unishard.testing import run_ranks
 from unishard.testing.cells import BACKENDS
@@ -39,12 +43,12 @@ def test_figures_are_those_of_ddp(backend, sharding):
             assert found[case][name] == pytest.approx(values, rel=1e-6), f"{case}: {name}"
 
 
-def test_figures_are_those_of_ddp_on_four_ranks():
+@in_turn
+def test_figures_are_those_of_ddp_on_four_ranks(backend):
     expected = run_ranks(4, programs.automatic, "plain", None)[0]
-    for backend in BACKENDS:
-        found = run_ranks(4, programs.automatic, backend, "full_shard")[0]
-        for name, values in expected.items():
-            assert found[name] == pytest.approx(values, rel=1e-6, abs=1e-6), f"{backend}: {name}"
+    found = run_ranks(4, programs.automatic, backend, "full_shard")[0]
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, rel=1e-6, abs=1e-6), name
 
 
 def test_fp16_is_the_same_on_both_engines_and_near_fp32():
@@ -58,7 +62,7 @@ def test_fp16_is_the_same_on_both_engines_and_near_fp32():
         assert deepspeed[name] == pytest.approx(fsdp[name], rel=1e-3, abs=1e-3), name
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_turn
 def test_a_step_may_have_two_backwards_and_a_folder_two_trainers(backend, tmp_path):
     found, expected = (run_ranks(2, programs.continued, each, str(tmp_path / each))[0] for each in (backend, "plain"))
     assert found == pytest.approx(expected, rel=1e-6)
@@ -70,7 +74,7 @@ def whole(tmp_path_factory):
     return run_ranks(2, programs.checkpointed, "plain", None, str(tmp_path_factory.mktemp("plain")), 3)[0]
 
 
-@pytest.mark.parametrize(("first", "second"), [BACKENDS, BACKENDS[::-1]])
+@pytest.mark.parametrize(("first", "second"), [BACKENDS, pytest.param(*BACKENDS[::-1], marks=pytest.mark.deep)])
 def test_a_checkpoint_resumes_on_the_other_engine(first, second, whole, tmp_path):
     kept = tmp_path / "kept"
     begun = run_ranks(2, programs.checkpointed, first, "full_shard", str(kept), 2)[0]

@@ -11,7 +11,7 @@ import torch
 from torch.testing import assert_close
 
 sys.path.append(str(Path(__file__).parents[1] / "ranks"))
-from harness import my_rank, play, refused, values
+from harness import DEEP, my_rank, play, refused, values
 
 from unishard.testing.cells import BACKENDS
 
@@ -163,10 +163,17 @@ def refusals(backend):
     return [*found, refused(whole.train)]
 
 
+IN_TURN = {
+    run: BACKENDS if DEEP else BACKENDS[number % 2 :][:1]
+    for number, run in enumerate((again, continued, clipped, refusals))
+}
+SAVED = tuple((backend, backend == "fsdp") for backend in BACKENDS)
+SAVED += tuple((backend, not adapted) for backend, adapted in SAVED if DEEP)
+CYCLED = (BACKENDS, BACKENDS[::-1]) if DEEP else (BACKENDS,)
 SCENARIOS = (
-    *((saved, (backend, adapted)) for backend in BACKENDS for adapted in (False, True)),
-    *((cycled, (backend, other)) for backend, other in (BACKENDS, BACKENDS[::-1])),
-    *((run, (backend,)) for run in (again, continued, clipped, refusals) for backend in BACKENDS),
+    *((saved, each) for each in SAVED),
+    *((cycled, each) for each in CYCLED),
+    *((run, (backend,)) for run, backends in IN_TURN.items() for backend in backends),
 )
 
 
@@ -174,39 +181,38 @@ def of(scenario, *arguments):
     return values(play(SCENARIOS)[scenario, arguments])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "peft"])
+@pytest.mark.parametrize(("backend", "adapted"), SAVED)
 def test_a_model_saves_itself(backend, adapted):
     plain, given = of(saved, backend, adapted)[0]
     assert_close(plain, given, rtol=0, atol=0)
     assert any("lm_head" in name for name in plain)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", IN_TURN[again])
 def test_a_folder_holds_the_last_state_alone(backend):
     assert of(again, backend)[0] == [1, 1, 7]
 
 
-@pytest.mark.parametrize("cell", [BACKENDS, BACKENDS[::-1]], ids="-".join)
+@pytest.mark.parametrize("cell", CYCLED, ids="-".join)
 def test_a_schedule_of_more_than_rates_continues(cell):
     for whole, found in of(cycled, *cell):
         assert_close(found, whole, **CLOSE)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", IN_TURN[continued])
 def test_a_trainer_continues_with_an_optimizer_of_the_script(backend):
     for whole, found in of(continued, backend):
         assert_close(found, whole, **CLOSE)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", IN_TURN[clipped])
 def test_parameters_are_known_by_what_they_were(backend):
     for (before, now), problem in of(clipped, backend):
         assert before == pytest.approx(now, rel=1e-6)
         assert "pass model.parameters()" in problem
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", IN_TURN[refusals])
 def test_what_cannot_be_had_is_said(backend):
     for window, there, uneven, adafactor in of(refusals, backend):
         assert "save_state was called between backward and optimizer.step()" in window

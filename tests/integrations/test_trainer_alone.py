@@ -13,7 +13,9 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "ranks"))
 from forking import in_a_fork
+from harness import in_turn
 from test_on_trainer import arguments, collate, ended, history, model, rows
 
 from unishard.testing.cells import BACKENDS
@@ -116,7 +118,7 @@ def plain():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_turn
 def test_a_process_of_its_own_trains_as_without_unishard(backend, plain):
     found = in_a_fork(habits, backend)
     for name in ("history", "again", "eval"):
@@ -127,7 +129,7 @@ def test_a_process_of_its_own_trains_as_without_unishard(backend, plain):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_turn
 def test_training_arguments_name_the_config(backend):
     assert in_a_fork(told, backend) == (backend, "full_shard")
 

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 from harness import EACH, config, everyones, in_ranks, my_rank, own_share, play, prepare, refused, update, values
-from harness.training import BACKENDS, SPANNING
+from harness.training import BACKENDS, DEEP, FEWER_SPANNING, SPANNING
 from recording import Recorder
 from torch import nn
 from torch.nn import functional
@@ -60,6 +60,8 @@ OTHERS = {
 }
 SPANNED = (*((*cell, "plain") for cell in SPANNING), *OTHERS.values())
 """Every strategy of each backend in one precision, and one place for everything else that is set."""
+FEW = SPANNED if DEEP else tuple((*cell, "plain") for cell in FEWER_SPANNING)
+"""For what the core does around any of them."""
 NAMES = [name for name, _ in MODELS["mlp"].build().named_parameters()]
 
 
@@ -107,7 +109,20 @@ def read(*place):
         }
 
 
-READ = {2: PLACES, 4: PLACES[6:7] + PLACES[16:17]}
+REPEATED = (
+    ("fsdp", "no_shard", "bf16", "plain"),
+    ("fsdp", "shard_grad_op", "fp32", "plain"),
+    ("deepspeed", "no_shard", "bf16", "plain"),
+    ("deepspeed", "shard_optimizer", "fp32", "plain"),
+    ("deepspeed", "shard_grad_op", "bf16", "plain"),
+    ("deepspeed", "shard_optimizer", "bf16", "offload"),
+    ("deepspeed", "shard_optimizer", "bf16", "groups"),
+)
+"""Forms whose strategy or precision others have with the same engine."""
+READ = {
+    2: tuple(place for place in PLACES if DEEP or place not in REPEATED),
+    4: PLACES[6:7] + PLACES[16:17],
+}
 WORLDS = [(world, place) for world, places in READ.items() for place in places]
 
 
@@ -241,7 +256,7 @@ def test_what_is_written_counts_on_every_rank(*place):
     assert [tensor.unique().tolist() for tensor in own] == [[1.0], [2.0], [3.0]]
 
 
-@in_ranks(cells=SPANNED)
+@in_ranks(cells=SPANNED if DEEP else SPANNED[: len(SPANNING)])
 def test_gradients_of_sums_over_items_are_shown_and_set_as_those_of_the_mean(*place):
     """Before and after one is doubled, and the norm of the step."""
     model, losses = MODELS["mlp"].build(), []
@@ -353,7 +368,7 @@ def validated_after_a_discard(engine):
     return len(seen), validated
 
 
-@in_ranks(cells=SPANNED)
+@in_ranks(cells=FEW)
 def test_after_a_discard_the_next_window_is_clean_and_whole(*place):
     """What a loop by hand sees: steps after each discard, and what follows beside that without what was dropped."""
     wanted = MODELS["mlp"].build()
@@ -391,7 +406,9 @@ def edit(engine, names, change):
         change(tensors)
 
 
-@in_ranks(cells=tuple((backend, strategy) for backend in BACKENDS for strategy in ("no_shard", "full_shard")))
+@in_ranks(
+    cells=tuple((backend, strategy) for backend in BACKENDS for strategy in ("no_shard", "full_shard")), in_turn=True
+)
 def test_calls_that_have_no_meaning_are_refused_with_what_to_do_instead(backend, strategy):
     name, wrong = "head.weight", []
 
@@ -437,7 +454,7 @@ def test_calls_that_have_no_meaning_are_refused_with_what_to_do_instead(backend,
     assert wrong == []
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_gradient_for_a_frozen_parameter_is_refused(backend):
     with unishard.prepare(Kinds(), config(backend)) as engine:
         engine.backward(engine(torch.arange(6), both=True).loss)
@@ -462,7 +479,7 @@ class Turned(nn.Module):
         return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
-@in_ranks(cells=SPANNING)
+@in_ranks(cells=FEWER_SPANNING)
 def test_a_frozen_complex_parameter_is_read_and_written_whole(backend, strategy, precision):
     """Before and after edits by both calls: the value, its norm, the loss; and what a real parameter says to a complex
     value."""

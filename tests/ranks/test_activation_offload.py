@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from harness import EACH, curve, in_ranks, own_share, refused, train
-from harness.training import configured
+from harness.training import DEEP, configured
 from sequence_models import build
 from test_sequence import configured as sequence_config
 from test_sequence import trained
@@ -31,20 +31,24 @@ SECTIONS = {
     "offloaded": {"offload": {"params": "cpu", "optimizer": "cpu"}},
 }
 KINDS = {"mlp": MODELS["mlp"].build, "llama": MODELS["llama"].build, "lora": lora}
+REPEATED = (
+    ("fsdp", "full_shard", "fp32", "compiled", "llama"),
+    ("fsdp", "shard_grad_op", "fp32", "recomputed", "mlp"),
+    ("deepspeed", "full_shard", "fp32", "none", "lora"),
+    ("deepspeed", "shard_optimizer", "fp32", "recomputed", "mlp"),
+)
+"""Of which the other engine has all."""
 CELLS = (
     ("fsdp", "full_shard", "fp32", "none", "llama"),
     ("fsdp", "full_shard", "bf16", "recomputed", "llama"),
-    ("fsdp", "full_shard", "fp32", "compiled", "llama"),
     ("fsdp", "full_shard", "bf16", "none", "lora"),
     ("fsdp", "full_shard", "bf16", "offloaded", "mlp"),
-    ("fsdp", "shard_grad_op", "fp32", "recomputed", "mlp"),
     ("fsdp", "no_shard", "bf16", "none", "mlp"),
     ("deepspeed", "full_shard", "bf16", "none", "llama"),
     ("deepspeed", "full_shard", "fp32", "recomputed", "llama"),
     ("deepspeed", "full_shard", "fp32", "compiled and recomputed", "llama"),
-    ("deepspeed", "full_shard", "fp32", "none", "lora"),
     ("deepspeed", "shard_grad_op", "bf16", "none", "mlp"),
-    ("deepspeed", "shard_optimizer", "fp32", "recomputed", "mlp"),
+    *(REPEATED if DEEP else ()),
 )
 
 
@@ -110,7 +114,7 @@ def test_losses_and_weights_have_the_bits_of_those_without(backend, strategy, pr
     assert all(torch.equal(found[1][name], value) for name, value in wanted[1].items())
 
 
-@in_ranks(world=4, cells=EACH)
+@in_ranks(world=4, cells=EACH, in_turn=True)
 def test_hybrid_groups(backend):
     sharding = {"strategy": "hybrid_shard", "group_size": 2}
     wanted = ran(configured(backend, sharding), "mlp")
@@ -120,7 +124,7 @@ def test_hybrid_groups(backend):
     assert found[0] == wanted[0]
 
 
-@in_ranks(cells=tuple((backend, asked) for (backend,) in EACH for asked in ("none", "full")))
+@in_ranks(cells=tuple((backend, asked) for (backend,) in EACH for asked in ("none", "full")), in_turn=True)
 def test_long_sequences(backend, asked):
     found = []
     for offload in ({}, {"activations": "cpu"}):
@@ -188,7 +192,7 @@ def test_a_pair_that_would_keep_activations_on_the_device_is_refused(sections, s
         configured("fsdp", "full_shard", **with_activations(sections))
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_model_that_recomputes_by_itself_is_refused(backend):
     model = MODELS["llama"].build()
     model.gradient_checkpointing_enable()
@@ -196,7 +200,7 @@ def test_a_model_that_recomputes_by_itself_is_refused(backend):
     assert "offload.activations: model already recomputes (gradient_checkpointing_enable); call" in said
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_model_without_blocks_is_refused(backend):
     said = refused(
         unishard.prepare,

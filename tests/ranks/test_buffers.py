@@ -114,7 +114,7 @@ def test_evaluation_and_checkpoint_read_the_same_buffers_on_every_rank(backend, 
     assert loss == again
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_an_evaluation_between_forward_and_backward_leaves_the_window_as_it_is(backend):
     """A window that an evaluation interrupts, and one that nothing does."""
     losses = []
@@ -132,7 +132,7 @@ def test_an_evaluation_between_forward_and_backward_leaves_the_window_as_it_is(b
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_only_buffers_that_differ_are_sent_and_prepare_names_the_batch_norm(backend):
     """That normalizes over all ranks, on rank 0: at the first evaluation, at the next without training between them,
     and without buffers."""
@@ -241,7 +241,10 @@ def check_merged(found, updates, rank):
     assert found["rank"].item() == rank
 
 
-@in_ranks(cells=tuple((backend, strategy) for backend in BACKENDS for strategy in ("full_shard", "shard_grad_op")))
+@in_ranks(
+    cells=tuple((backend, strategy) for backend in BACKENDS for strategy in ("full_shard", "shard_grad_op")),
+    in_turn=True,
+)
 def test_a_merge_gives_what_one_process_has_that_sees_all_data(backend, strategy):
     """At each of two evaluations, the second of which counts only what came after the first."""
     with unishard.prepare(observed(), config(backend, strategy, training={"buffers": WAYS})) as engine:
@@ -253,7 +256,10 @@ def test_a_merge_gives_what_one_process_has_that_sees_all_data(backend, strategy
             steps(engine, updates, 2)
 
 
-@in_ranks(cells=tuple((backend, strategy) for backend in BACKENDS for strategy in ("full_shard", "shard_grad_op")))
+@in_ranks(
+    cells=tuple((backend, strategy) for backend in BACKENDS for strategy in ("full_shard", "shard_grad_op")),
+    in_turn=True,
+)
 def test_a_save_and_an_export_change_no_training_and_a_resumed_run_goes_on_as_if_nothing_happened(
     backend, strategy, root
 ):

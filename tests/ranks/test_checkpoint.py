@@ -98,7 +98,7 @@ def test_a_fresh_engine_goes_on_bit_by_bit_with_what_the_user_saved(backend, str
 @in_ranks
 def test_misuse_is_one_clear_error_and_the_engine_trains_on(backend, root):
     """Calls at the wrong time and place; each must leave an engine that trains on."""
-    with prepare(config(backend, training={"gradient_accumulation_steps": 2})) as engine:
+    with prepare(config(backend, "no_shard", training={"gradient_accumulation_steps": 2})) as engine:
         first, second = own_share(2)
         engine.backward(engine(**first).loss)
         inside = "ContractError: save was called inside an accumulation window; call it when"
@@ -181,7 +181,7 @@ def test_a_save_in_the_background_holds_the_moment_of_its_call(backend, root):
 @in_ranks
 def test_engines_that_save_in_the_background_do_not_get_into_each_others_way(backend, root):
     """Each saves while the other's save may still be running, and one exports."""
-    cfg = config(backend, optimizer=ADAMW, checkpoint={"async_save": True})
+    cfg = config(backend, "no_shard", optimizer=ADAMW, checkpoint={"async_save": True})
     with prepare(cfg) as one, prepare(cfg) as other:
         for turn in range(3):
             train(one, own_share(1))
@@ -199,7 +199,7 @@ def test_engines_that_save_in_the_background_do_not_get_into_each_others_way(bac
 @in_ranks
 def test_the_config_says_when_to_save_and_what_to_keep(backend, root):
     """With the state that the loop has named."""
-    cfg = config(backend, checkpoint={"dir": root, "every_steps": 2, "keep_last": 2, "keep_every": 4})
+    cfg = config(backend, "no_shard", checkpoint={"dir": root, "every_steps": 2, "keep_last": 2, "keep_every": 4})
     with prepare(cfg) as engine:
         done = []
         engine.framework.on_save(lambda: {"losses": len(done)})
@@ -244,14 +244,14 @@ def test_the_config_counts_and_what_the_loop_changed_is_as_it_was(backend, root)
 @in_ranks
 def test_what_the_config_changes_of_the_loop_is_noted(backend, root):
     """Goes on with twice the accumulation, another clipping and schedule, and with the data from its beginning."""
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         train(engine, own_share(1))
         folder = engine.save(root)
     changed = {
         "training": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5},
         "scheduler": {"name": "linear", "total_steps": 20},
     }
-    with prepare(config(backend, **changed)) as engine:
+    with prepare(config(backend, "no_shard", **changed)) as engine:
         assert engine.load(folder, data=False).notes == (
             "the global batch size was 4 and is now 8; adjust training.gradient_accumulation_steps to the number of "
             "ranks",

@@ -41,10 +41,12 @@ def test_updates_and_trainability_go_on_from_the_checkpoint(backend, root):
 @in_ranks
 def test_another_optimizer_with_the_same_state_is_told(backend, root):
     """Adam's state in AdamW, which keeps the same by the same names."""
-    with prepare(config(backend, optimizer={"name": "adam", "lr": 0.01})) as engine:
+    with prepare(config(backend, "no_shard", optimizer={"name": "adam", "lr": 0.01})) as engine:
         train(engine, own_share(1))
         folder = engine.save(root)
-    with prepare(config(OTHER[backend], optimizer={"name": "adamw", "lr": 0.01, "weight_decay": 0})) as engine:
+    with prepare(
+        config(OTHER[backend], "no_shard", optimizer={"name": "adamw", "lr": 0.01, "weight_decay": 0})
+    ) as engine:
         assert "the optimizer was Adam; using AdamW of the config" in engine.load(folder).notes
 
 
@@ -71,7 +73,7 @@ def test_minutes_count_from_the_last_save(backend, root):
     """Saves every two minutes of a clock that only rank 0 reads, and that a save of the loop sets back."""
     clock = [0.0]
     autosave.time.monotonic = lambda: clock[0] if my_rank() == 0 else 0.0
-    with prepare(config(backend, checkpoint={"dir": root, "every_minutes": 2})) as engine:
+    with prepare(config(backend, "no_shard", checkpoint={"dir": root, "every_minutes": 2})) as engine:
         for minute, micro_batch in enumerate(own_share(7), 1):
             clock[0] = 60.0 * minute
             engine.backward(engine(**micro_batch).loss)
@@ -86,7 +88,7 @@ def test_minutes_count_from_the_last_save(backend, root):
 def test_the_second_save_of_a_step_counts_and_wrong_bits_are_found(backend, root):
     """Saves twice at one step, in the background, and looks whether every bit is as its hash says, with a manifest that
     lies."""
-    with prepare(config(backend, checkpoint={"dir": root, "async_save": True})) as engine:
+    with prepare(config(backend, "no_shard", checkpoint={"dir": root, "async_save": True})) as engine:
         engine.save(state="first")
         folder = engine.save(state="second")
         assert engine.load().state == engine.load(folder, verify="bits").state == "second"
@@ -113,7 +115,7 @@ def test_a_failure_in_the_background_is_raised_once_everywhere_and_logged_at_onc
             pass
 
     def begun():
-        engine = prepare(config(backend, checkpoint={"dir": f"{root}/runs", "async_save": True}))
+        engine = prepare(config(backend, "no_shard", checkpoint={"dir": f"{root}/runs", "async_save": True}))
         engine.save()
         return engine
 
@@ -138,7 +140,7 @@ def test_a_failure_in_the_background_is_raised_once_everywhere_and_logged_at_onc
 def test_rank_0_says_where_if_nobody_looks_whether_the_ranks_agree(backend, root):
     """Without the desync check, rank 1 is told of another directory."""
     mine = f"{root}/elsewhere{my_rank()}"
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         train(engine, own_share(1))
         assert str(engine.save(mine)) == f"{root}/elsewhere0/step-00000001"
         assert engine.load(mine).step == 1
@@ -163,7 +165,7 @@ def test_an_interrupt_on_one_rank_ends_the_save_on_all_and_leaves_nothing(backen
                 patch.setattr(where, name, stopped(what))
             return raised(call, place)
 
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         told = interrupted(writing, "envelope_of", KeyboardInterrupt(), [0], engine.save, folder)
         assert told.startswith("CheckpointError: " if rank else "KeyboardInterrupt: ")
         assert told.endswith("rank 0 could not write its shards: KeyboardInterrupt" if rank else "KeyboardInterrupt: ")
@@ -199,7 +201,7 @@ def test_ctrl_c_waits_for_the_save_unless_it_is_pressed_twice(backend, root):
 
         return pressing
 
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         for times in (1, 2):
             if my_rank():
                 writing.envelope_of = press(times)

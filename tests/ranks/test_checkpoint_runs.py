@@ -29,7 +29,7 @@ def test_the_config_alone_resumes_the_newest_checkpoint_and_its_run(backend, roo
     job killed at once."""
     checkpoint = {"dir": root, "every_steps": 2, "keep_last": 2, "on_existing": "resume"}
     for kind, begins in ((backend, 0), (OTHER[backend], 4), (backend, 8)):
-        with prepare(config(kind, checkpoint=checkpoint)) as engine:
+        with prepare(config(kind, "no_shard", checkpoint=checkpoint)) as engine:
             engine.framework.on_save(lambda: {"by": "the run"})
             resumed = engine.resumed and (engine.resumed.step, engine.resumed.state)
             assert resumed == ((begins, {"by": "the run"}) if begins else None)
@@ -44,7 +44,7 @@ def test_the_config_alone_resumes_the_newest_checkpoint_and_its_run(backend, roo
 @in_ranks
 def test_a_run_whose_last_checkpoint_is_gone_does_not_begin_again_in_silence(backend, root):
     """The last of two is deleted, then the other one renamed."""
-    cfg = config(backend, checkpoint={"dir": root, "every_steps": 1, "on_existing": "resume"})
+    cfg = config(backend, "no_shard", checkpoint={"dir": root, "every_steps": 1, "on_existing": "resume"})
     with prepare(cfg) as engine:
         train(engine, own_share(2))
     dist.barrier()
@@ -69,7 +69,7 @@ def test_a_run_whose_last_checkpoint_is_gone_does_not_begin_again_in_silence(bac
 @in_ranks
 def test_a_new_run_beside_an_older_one_replaces_and_deletes_nothing_of_it(backend, root):
     """A new run beside an older one, with the same steps; then the older one is continued, and the newer one."""
-    cfg = config(backend, checkpoint={"dir": root, "every_steps": 1, "keep_last": 2, "on_existing": "new"})
+    cfg = config(backend, "no_shard", checkpoint={"dir": root, "every_steps": 1, "keep_last": 2, "on_existing": "new"})
     with prepare(cfg) as engine:
         train(engine, own_share(3))
     with prepare(cfg) as engine:
@@ -99,11 +99,11 @@ def test_a_new_run_beside_an_older_one_replaces_and_deletes_nothing_of_it(backen
 def test_loading_from_another_directory_is_a_new_run(backend, root):
     """For which the directory must be empty, or `on_existing: new`."""
     base, folder = f"{root}/base", f"{root}/branches"
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         train(engine, own_share(1))
         engine.save(base)
     for kind in ("error", "resume", "new", "error, before a save"):
-        cfg = config(backend, checkpoint={"dir": folder, "on_existing": kind.partition(",")[0]})
+        cfg = config(backend, "no_shard", checkpoint={"dir": folder, "on_existing": kind.partition(",")[0]})
         with prepare(cfg) as engine:
             assert engine.load(base).step == 1
             told = refused(train, engine, own_share(1))
@@ -130,10 +130,10 @@ def test_a_save_into_the_directory_of_another_run_replaces_nothing(backend, root
     """That the config does not name: what was trained is not lost, and neither is what was there."""
     saved = []
     for _ in range(2):
-        with prepare(config(backend)) as engine:
+        with prepare(config(backend, "no_shard")) as engine:
             train(engine, own_share(1))
             saved += [engine.save(root).name, engine.save(root).name]
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         newest = engine.load(root).path.name
     assert saved == ["step-00000001", "step-00000001", newest, newest]
     assert newest.startswith("step-00000001-")
@@ -144,7 +144,7 @@ def test_a_save_into_the_directory_of_another_run_replaces_nothing(backend, root
 @in_ranks
 def test_a_run_of_an_earlier_version_is_resumed_as_one_run(backend, root):
     """Whose manifests name no run and no number."""
-    cfg = config(backend, checkpoint={"dir": root, "every_steps": 1, "keep_last": 2})
+    cfg = config(backend, "no_shard", checkpoint={"dir": root, "every_steps": 1, "keep_last": 2})
     with prepare(cfg) as engine:
         train(engine, own_share(3))
     for found in finding.checkpoints(Path(root)) if my_rank() == 0 else ():
@@ -167,7 +167,7 @@ def test_the_best_checkpoint_is_kept_and_loaded(backend, root):
     """Saves with a metric after each update, which is best in the middle; a tensor on the device, and a run without
     one."""
     checkpoint = {"dir": root, "keep_last": 1, "keep_best": 1}
-    with prepare(config(backend, checkpoint=checkpoint)) as engine:
+    with prepare(config(backend, "no_shard", checkpoint=checkpoint)) as engine:
         told = refused(engine.load, "best")
         assert "no checkpoint of the newest run has a metric; pass one, as in engine.save(metric=0.31)" in told
         for metric in (0.5, torch.tensor(0.25, device=engine.device), 1, None):
@@ -182,7 +182,7 @@ def test_the_best_checkpoint_is_kept_and_loaded(backend, root):
         left = {found.step: manifest.read(found.path).metric for found in finding.checkpoints(Path(root))}
         assert left == {2: 0.25, 4: None}
         assert engine.load("best").step == 2
-    with prepare(config(OTHER[backend], checkpoint=checkpoint | {"best": "max"})) as engine:
+    with prepare(config(OTHER[backend], "no_shard", checkpoint=checkpoint | {"best": "max"})) as engine:
         assert (engine.load("best").step, engine.load("latest").step) == (2, 4)
 
 

@@ -39,7 +39,8 @@ PURE = {"compute": "bf16", "master": "bf16"}
 def test_two_engines_save_beside_each_other_and_not_in_one_directory(backend, root):
     """Both save in the background after every update, each into its own directory."""
     cfgs = [
-        config(backend, checkpoint={"dir": f"{root}/{name}", "async_save": True, "every_steps": 1}) for name in "ab"
+        config(backend, "no_shard", checkpoint={"dir": f"{root}/{name}", "async_save": True, "every_steps": 1})
+        for name in "ab"
     ]
     with prepare(cfgs[0]) as first, prepare(cfgs[1]) as second:
         for micro_batch in own_share(4):
@@ -62,7 +63,7 @@ def test_two_engines_save_beside_each_other_and_not_in_one_directory(backend, ro
 def test_a_signal_reaches_every_engine_and_is_given_back_in_any_order(backend, root):
     """Two engines wait for the same signal; the second is closed after the first, and neither is left in the way."""
     before = signal.getsignal(signal.SIGUSR1)
-    cfgs = [config(backend, checkpoint={"dir": f"{root}/{name}", "on_signal": ["USR1"]}) for name in "ab"]
+    cfgs = [config(backend, "no_shard", checkpoint={"dir": f"{root}/{name}", "on_signal": ["USR1"]}) for name in "ab"]
     first, second = map(prepare, cfgs)
     os.kill(os.getpid(), signal.SIGUSR1)
     with pytest.raises(SystemExit) as ended:
@@ -309,7 +310,7 @@ def test_a_scheduler_goes_on_with_all_that_it_writes_and_says_what_counts(backen
     cannot be saved."""
 
     def built(kind, which, lr=0.01):
-        cfg = config(kind, optimizer=None)
+        cfg = config(kind, "no_shard", optimizer=None)
         return unishard.prepare(mlp(), cfg, lambda found: torch.optim.AdamW(found, lr=lr), which)
 
     def cycle(optimizer):
@@ -381,7 +382,7 @@ def test_calls_at_odd_times_are_one_clear_error_and_nothing_of_a_former_load_sta
     """Inside `frozen`, between forward and backward, with a word that is none, with arguments that differ, after
     another load."""
     data = [{"x": torch.randn(13), "labels": torch.tensor(index % 11)} for index in range(24)]
-    cfg = checked(backend)
+    cfg = checked(backend, "no_shard")
     with prepare(cfg) as engine:
         start = engine.save(root)
         for micro_batch in engine.batches(unishard.dataloader(data, cfg)):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import BACKENDS, caught, in_ranks, my_rank, refused
-from harness.training import EACH, EVERY
+from harness.training import DEEP, EACH, EVERY, SPANNING
 from recording import Recorder
 from sequence_models import VOCABULARY, batch_of, build, data_for
 from test_sequence import assert_equal, compared, configured, expected, trained
@@ -43,17 +43,17 @@ def with_head(kind: str) -> nn.Module:
     return model
 
 
-@in_ranks(cells=EVERY)
+@in_ranks(cells=EVERY if DEEP else SPANNING)
 def test_training_is_that_of_one_process(backend, strategy, precision):
     compared(chunked(backend, strategy, precision=precision), "llama", readers=2)
 
 
 @in_ranks(cells=tuple((BACKENDS[number % 2], name) for number, name in enumerate(("softcap", "sinks", "chunks"))))
 def test_each_kind_of_model(backend, name):
-    compared(chunked(backend), name, readers=2)
+    compared(chunked(backend, "no_shard"), name, readers=2)
 
 
-@in_ranks(cells=tuple((backend, name) for backend in BACKENDS for name in ("llama", "balanced experts")))
+@in_ranks(cells=tuple((backend, name) for backend in BACKENDS for name in ("llama", "balanced experts")), in_turn=True)
 def test_beside_split_sequences(backend, name):
     """Their proof at the first forward needs logits, and gets them."""
     compared(chunked(backend, size=2), name, readers=1)
@@ -67,17 +67,17 @@ FEATURES = {
 }
 
 
-@in_ranks(cells=tuple((backend, feature) for backend in BACKENDS for feature in FEATURES))
+@in_ranks(cells=tuple((backend, feature) for backend in BACKENDS for feature in FEATURES), in_turn=True)
 def test_beside_what_else_a_config_asks_for(backend, feature):
     compared(chunked(backend, **FEATURES[feature]), "llama", readers=2)
 
 
-@in_ranks(world=4, cells=EACH)
+@in_ranks(world=4, cells=EACH, in_turn=True)
 def test_hybrid_groups(backend):
     compared(chunked(backend, {"strategy": "hybrid_shard", "group_size": 2}), "llama", readers=4)
 
 
-@in_ranks(cells=SHARDED)
+@in_ranks(cells=SHARDED, in_turn=True)
 def test_kinds_of_heads(backend, kind):
     cfg = chunked(backend)
     with unishard.prepare(with_head(kind), cfg) as engine:
@@ -100,7 +100,7 @@ def gathered(cfg: Any, kind: str) -> Counter[tuple[str, int]]:
     return Counter((event.kind, event.numel) for event in recorder.events)
 
 
-@in_ranks(cells=SHARDED)
+@in_ranks(cells=SHARDED, in_turn=True)
 def test_the_head_is_gathered_once_a_micro_batch(backend, kind):
     """10 chunks cost the collectives of a loss over all tokens."""
     cfg = chunked(backend)
@@ -109,7 +109,7 @@ def test_the_head_is_gathered_once_a_micro_batch(backend, kind):
     assert any(event == "all_gather" for event, _ in plain)
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_what_needs_logits_says_that_they_were_not_made(backend):
     cfg, batch = chunked(backend), batch_of(data_for("llama"), 0)
     plain = build("llama").eval()
@@ -165,9 +165,9 @@ def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return entropy + 1e-2 * logits.logsumexp(-1).square()[labels != -100].sum()
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_an_own_model_and_an_own_loss(backend):
-    cfg = configured(backend, size=1).override("training.gradient_accumulation_steps=1")
+    cfg = configured(backend, "full_shard", size=1).override("training.gradient_accumulation_steps=1")
 
     def build_own(chunk_tokens: int | None) -> nn.Module:
         torch.manual_seed(0)
@@ -195,7 +195,7 @@ def test_an_own_model_and_an_own_loss(backend):
     assert "call unishard.chunked_loss" in refusal
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_the_model_is_as_before_after_it(backend):
     model, batch = build("llama"), batch_of(data_for("llama"), 0)
     before = model(**batch).loss.item()

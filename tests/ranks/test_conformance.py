@@ -26,12 +26,31 @@ COMBINED = [
     if cell.feature != "plain" and (area_of(cell.feature) in ("combinations", "sequence") or cell.feature in HYBRIDS)
 ]
 """Of features that other cells have alone, on both engines, and of what the engines do not know of."""
-REPEATED = [cell for cell in PLAIN if cell.world != 2 or cell.model != "mlp"]
-"""The plain loop of another model, or at another number of ranks."""
+REPEATED = [
+    cell
+    for cell in PLAIN
+    if (cell.world, cell.model) != (2, "mlp") or (cell.precision == "fp32") != (cell.clip is not None)
+]
+"""The plain loop of another model, at another number of ranks, or with the other windows."""
+OF_THE_CORE = [
+    cell
+    for cell in conformance.suite()
+    if area_of(cell.feature)
+    in ("accumulation", "access", "optimizers", "lora", "evaluation", "models", "recomputation", "units")
+]
+LARGE = [
+    cell
+    for cell in conformance.suite()
+    if cell not in COMBINED
+    and area_of(cell.feature) in ("offload", "precision", "sharding")
+    and (cell.world == 4 or cell.steps > 3)
+]
+"""On 4 ranks, or with many updates."""
+"""What the core does around an engine; what an engine does for it has tests of its own, on both."""
 
 
 def _param(backend, cell):
-    turns = [cells.index(cell) for cells in (COMBINED, REPEATED) if cell in cells]
+    turns = [cells.index(cell) for cells in (COMBINED, REPEATED, OF_THE_CORE, LARGE) if cell in cells]
     in_turn = not turns or BACKENDS[(turns[0] + turns[0] // 4) % 2] == backend
     marks = [*[pytest.mark.quick] * (cell in QUICK), *[pytest.mark.deep] * (not in_turn)]
     return pytest.param(backend, cell, id=f"{backend}-{cell}", marks=marks)
@@ -68,6 +87,13 @@ def test_either_engine_has_all_that_cells_combine_and_repeat():
         assert {cell.strategy for cell in here} >= {"no_shard", "full_shard", "hybrid_shard"}
         again = [each for each in REPEATED if not _param(backend, each).marks]
         assert {(cell.world, cell.model) for cell in again} == {(cell.world, cell.model) for cell in REPEATED}
+        core = [each for each in OF_THE_CORE if not _param(backend, each).marks]
+        assert {(area_of(cell.feature), cell.precision) for cell in core} >= {
+            (area_of(cell.feature), "fp32") for cell in OF_THE_CORE
+        }
+        assert {cell.strategy for cell in core} == set(STRATEGIES)
+        assert any(cell.feature == "hybrid" and not _param(backend, cell).marks for cell in LARGE)
+        assert any(cell.feature == "fp16" and not _param(backend, cell).marks for cell in LARGE)
 
 
 def test_make_quick_runs_every_strategy():
@@ -76,7 +102,8 @@ def test_make_quick_runs_every_strategy():
 
 def test_a_shorter_cell_is_the_beginning_of_the_whole_one():
     for short in PLAIN[:1]:
-        whole, begun = conformance.expected(replace(short, steps=STEPS)), conformance.expected(short)
+        lengths = replace(short, steps=STEPS), short
+        whole, begun = (conformance.expected(each, lengths) for each in lengths)
         assert [field[: short.steps] for field in whole] == list(begun)
 
 
@@ -110,7 +137,7 @@ def test_the_subset_at_other_worlds_has_every_strategy_with_either_precision_mod
 def test_clipping_always_acts_where_a_cell_asks_for_it():
     clipped = [cell for cell in PLAIN if cell.clip]
     assert clipped
-    assert all(min(conformance.expected(cell).norms) > cell.clip for cell in clipped)
+    assert all(min(conformance.expected(cell, clipped).norms) > cell.clip for cell in clipped)
 
 
 @pytest.mark.parametrize(
@@ -162,12 +189,12 @@ def test_a_curve_that_deviates_is_seen(curve, field, value):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_check_says_what_is_wrong_when_an_engine_trains_something_else(backend, monkeypatch):
-    curve = conformance.expected(QUICK[0])
+    curve = conformance.expected(QUICK[0], QUICK[:1])
     wrong = curve._replace(
         losses=tuple(loss * 1.01 for loss in curve.losses), norms=(*curve.norms[:-1], curve.norms[-1] * 2)
     )
     monkeypatch.setattr(conformance, "measure", lambda *_: wrong)
-    assert [line.split(" differ")[0] for line in conformance.check(backend, QUICK[0])] == [
+    assert [line.split(" differ")[0] for line in conformance.check(backend, QUICK[0], QUICK[:1])] == [
         "first losses",
         "losses",
         "norms",

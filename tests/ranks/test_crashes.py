@@ -76,8 +76,8 @@ def test_the_harness_sees_what_must_not_be(harm, harness, tmp_path):
 # -- disks that run full ---------------------------------------------------------------------------
 
 
-def test_a_disk_that_runs_full_at_any_moment_is_told_and_keeps_what_was_there(harness):
-    outcomes = harness.fill(stride=2)
+def test_a_disk_that_runs_full_at_any_moment_is_told_and_keeps_what_was_there(harness, deep):
+    outcomes = harness.fill(stride=2 if deep else 4)
     assert len(outcomes) > 50
     assert {outcome.event.where for outcome in outcomes} >= {"tensors", "index", "assets", "manifest", "latest"}
     for outcome in outcomes:

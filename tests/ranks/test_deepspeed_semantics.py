@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from harness import MICRO_BATCH, play, values
+from harness import DEEP, MICRO_BATCH, play, values
 
 import unishard
 from unishard.config.topology import Topology
@@ -15,7 +15,7 @@ from unishard.formats import translate
 from unishard.testing.models import batch, mlp
 from unishard_deepspeed.start import load, quiet
 
-WORLD, WINDOW, UPDATES = 2, 2, 10
+WORLD, WINDOW, UPDATES = 2, 2, 6
 STAGES = (0, 1, 2, 3)
 CLIP = 0.05
 """Below every gradient's norm in these runs."""
@@ -95,9 +95,12 @@ def translated(source, to, *overrides):
 
 FROM = {
     stage: (json.dumps(deepspeed_config(stage)), translated(deepspeed_config(stage), "unishard", "backend=fsdp"))
-    for stage in STAGES
+    for stage in (STAGES if DEEP else (1, 3))
 }
-TO = {stage: (translated(unishard_config(stage), "deepspeed"), json.dumps(unishard_config(stage))) for stage in STAGES}
+TO = {
+    stage: (translated(unishard_config(stage), "deepspeed"), json.dumps(unishard_config(stage)))
+    for stage in (STAGES if DEEP else (0, 2))
+}
 PLAYED = tuple(
     scenario
     for pairs in (FROM, TO)
@@ -106,10 +109,15 @@ PLAYED = tuple(
 )
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("pairs", [FROM, TO], ids=["from DeepSpeed", "to DeepSpeed"])
-def test_trains_the_same(pairs, stage):
-    theirs, mine = pairs[stage]
+@pytest.mark.parametrize(
+    ("theirs", "mine"),
+    [
+        pytest.param(*pair, id=f"{way}-{stage}")
+        for way, pairs in (("from DeepSpeed", FROM), ("to DeepSpeed", TO))
+        for stage, pair in pairs.items()
+    ],
+)
+def test_trains_the_same(theirs, mine):
     outcomes = play(PLAYED, WORLD)
     for (expected, expected_norm), (found, norm) in zip(
         values(outcomes[raw, (theirs,)]), values(outcomes[ours, (mine,)]), strict=True

@@ -194,7 +194,13 @@ def stopped(folder: Path, number: signal.Signals) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)], ids=str
+    ("number", "code"),
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.deep),
+        (signal.SIGINT, 130),
+    ],
+    ids=str,
 )
 def test_a_demo_that_is_stopped_ends_its_ranks_and_says_which_run_it_was(
     tmp_path: Path, number: signal.Signals, code: int

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import heard, in_ranks, in_turn, on_ranks, play, refused, values
-from harness.training import ADAMW, BACKENDS, OTHER, config, everyones, own_share, prepare, train
+from harness.training import ADAMW, BACKENDS, DEEP, OTHER, config, everyones, own_share, prepare, train
 from safetensors.torch import load_file
 
 from unishard.testing import oracle
@@ -100,12 +100,20 @@ def of_plain_torch(world):
     return flat(average)
 
 
+CELLS = tuple(
+    (backend, *cell)
+    for turn, backend in enumerate(BACKENDS)
+    for number, cell in enumerate((("full_shard", "fp32"), *SPANNING))
+    if DEEP or number == 0 or (turn + number) % 2
+)
+"""The engines take turns."""
+
+
 def cells_of(world):
-    cells = SPANNING if world == 2 else ()
-    return tuple((averaged, (backend, *cell)) for backend in BACKENDS for cell in (("full_shard", "fp32"), *cells))
+    return tuple((averaged, cell) for cell in CELLS if world == 2 or cell[1:] == ("full_shard", "fp32"))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.deep), 2, pytest.param(4, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_average_is_that_of_plain_torch(backend, world):
     (wanted,) = on_ranks(of_plain_torch, world, world=1)
@@ -113,20 +121,16 @@ def test_the_average_is_that_of_plain_torch(backend, world):
         assert found["average"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "cell", [(2, *cell) for cell in (("full_shard", "fp32"), *SPANNING)], ids=lambda cell: "-".join(map(str, cell))
-)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_every_strategy_averages_its_master_weights_and_evaluates_with_them(backend, cell):
-    world, strategy, how = cell
-    outcomes = values(play(cells_of(world), world)[averaged, (backend, strategy, how)])
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+def test_every_strategy_averages_its_master_weights_and_evaluates_with_them(cell):
+    outcomes, how = values(play(cells_of(2))[averaged, cell]), cell[2]
     for found in outcomes:
         assert found["average"] == pytest.approx(found["wanted"], rel=1e-6, abs=1e-7)
         rounded = torch.tensor(found["average"]).bfloat16().tolist() if how == PURE else found["average"]
         assert found["inside"][0] == rounded
         assert found["untouched"]
         assert found["went on"][0] == found["went on"][1]
-    mean = sum(found["loss"] for found in outcomes) / world
+    mean = sum(found["loss"] for found in outcomes) / len(outcomes)
     assert outcomes[0]["inside"][1] == pytest.approx(mean, rel=1e-5 if how in ("fp32", "offload") else 1e-2)
 
 
@@ -167,7 +171,7 @@ def saved_without(backend, folder):
     [
         (("fsdp", "full_shard"), ("deepspeed", "shard_grad_op"), 1),
         (("deepspeed", "full_shard"), ("fsdp", "shard_optimizer"), 1),
-        (("deepspeed", "shard_optimizer"), ("deepspeed", "full_shard"), 2),
+        pytest.param(("deepspeed", "shard_optimizer"), ("deepspeed", "full_shard"), 2, marks=pytest.mark.deep),
         (("fsdp", "no_shard"), ("fsdp", "full_shard"), 2),
     ],
 )
@@ -198,7 +202,7 @@ def interrupted(backend, folder, batches, *, stops):
         return read(engine, ema)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_turn
 @in_ranks
 def test_a_run_that_prepare_resumes_continues_its_average(backend, root):
     """The second part of the run on the other engine too."""

@@ -45,7 +45,7 @@ def prepared(backend, model):
     return unishard.prepare(model, config(backend, "full_shard"))
 
 
-@in_ranks(cells=(("fsdp",), ("deepspeed",)))
+@in_ranks(cells=(("fsdp",), ("deepspeed",)), in_turn=True)
 def test_extra_state_is_saved_and_loaded_by_the_other_engine(backend, root):
     place = Path(root) / backend
     with prepared(backend, counted()) as engine:
@@ -64,7 +64,7 @@ def test_extra_state_is_saved_and_loaded_by_the_other_engine(backend, root):
     assert not any("extra state" in line for line in lines)
 
 
-@in_ranks(cells=(("fsdp",), ("deepspeed",)))
+@in_ranks(cells=(("fsdp",), ("deepspeed",)), in_turn=True)
 def test_extra_state_without_its_module_is_noted(backend, root):
     notes = {}
     for saved, loaded in ((counted, uncounted), (uncounted, counted)):

@@ -6,7 +6,7 @@ import math
 from itertools import product
 
 import torch
-from harness import BACKENDS, EACH, heard, in_ranks, losses_of, my_rank, own_share, prepare, refused, train
+from harness import BACKENDS, DEEP, EACH, heard, in_ranks, losses_of, my_rank, own_share, prepare, refused, train
 from harness import checked as config
 from mistakes.habits import ACCUMULATION
 from torch import nn
@@ -55,10 +55,10 @@ WARNING = (
 )
 
 
-@in_ranks(cells=tuple(product(BACKENDS, DIVIDED)))
+@in_ranks(cells=tuple(product(BACKENDS, DIVIDED)), in_turn=True)
 def test_a_loss_that_is_divided_by_hand_is_named_once(backend, how):
     """In two windows, on rank 0."""
-    with heard() as lines, prepare(config(backend, training={"gradient_accumulation_steps": 4})) as engine:
+    with heard() as lines, prepare(config(backend, "no_shard", training={"gradient_accumulation_steps": 4})) as engine:
         for batch in engine.batches(own_share(8)):
             engine.backward(DIVIDED[how](engine(**batch).loss))
             engine.step()
@@ -79,10 +79,10 @@ MEANS = {
 }
 
 
-@in_ranks(cells=tuple(product(BACKENDS, MEANS)))
+@in_ranks(cells=tuple(product(BACKENDS, MEANS)), in_turn=True)
 def test_a_mean_with_num_items_is_named_once(backend, how):
     """Of two losses that are passed with the number of their items, on rank 0."""
-    with heard() as lines, prepare(config(backend, precision="bf16")) as engine:
+    with heard() as lines, prepare(config(backend, "no_shard", precision="bf16")) as engine:
         for batch in own_share(2):
             engine.backward(MEANS[how](engine(**batch), batch["labels"]), num_items=len(batch["labels"]))
             engine.step()
@@ -95,7 +95,7 @@ def test_a_mean_with_num_items_is_named_once(backend, how):
     assert [line.split(";")[0] for line in lines if "mean" in line] == [warning] * told
 
 
-@in_ranks(cells=CELLS)
+@in_ranks(cells=CELLS if DEEP else (CELLS[0], CELLS[3]))
 def test_a_run_that_trains_nothing_is_named_once(backend, strategy):
     """Three updates under a schedule of two, and eight with NaN after one that is finite; on rank 0."""
     schedule = {"name": "linear", "total_steps": 2}
@@ -169,7 +169,7 @@ def test_a_closed_engine_gives_optimizer_and_scheduler_back(backend):
 SHARED = nn.ReLU()
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_plain_model_is_saved_though_it_shares_an_activation_with_a_prepared_one(backend):
     """Beside it, and after it is closed."""
     prepared, plain = (nn.Sequential(nn.Linear(4, 4), SHARED, nn.Linear(4, 4)) for _ in range(2))

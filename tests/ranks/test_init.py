@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKENDS, EACH, SPANNING, config, in_ranks, my_rank, own_share, train
+from harness import BACKENDS, DEEP, EACH, SPANNING, config, in_ranks, my_rank, own_share, train
 from torch import nn
 
 import unishard
@@ -47,8 +47,11 @@ def awkward():
 MODELS = {"mlp": mlp, "llama": lambda: llama(tie_word_embeddings=True), "awkward": awkward}
 
 
-CELLS = (*((*cell, "mlp") for cell in SPANNING), *((*cell, "llama") for cell in SPANNING if cell[1] == "full_shard"))
-CELLS += tuple((backend, "full_shard", "bf16", "awkward") for backend in BACKENDS)
+CELLS = (
+    *((*cell, "mlp") for cell in SPANNING),
+    *((*cell, "llama") for cell in SPANNING if cell[1] == "full_shard" and (DEEP or cell[0] == "fsdp")),
+    *((backend, "full_shard", "bf16", "awkward") for backend in BACKENDS if DEEP or backend == "deepspeed"),
+)
 
 
 @in_ranks(cells=CELLS)
@@ -205,7 +208,10 @@ def peak_of_all(samples, model_bytes=MODEL_BYTES):
     return most / model_bytes
 
 
-@pytest.mark.parametrize(("backend", "trained"), [("fsdp", True), ("fsdp", False), ("deepspeed", False)])
+HELD = [("fsdp", True), pytest.param("fsdp", False, marks=pytest.mark.deep), ("deepspeed", False)]
+
+
+@pytest.mark.parametrize(("backend", "trained"), HELD)
 def test_all_ranks_together_hold_the_model_once_while_it_is_loaded(backend, trained, record_property):
     samples = run_ranks(2, memory, backend, inside, trained, timeout=120)
     record_property("peak host memory over all ranks, in models", peak_of_all(samples))
@@ -213,7 +219,7 @@ def test_all_ranks_together_hold_the_model_once_while_it_is_loaded(backend, trai
     assert max(value for _, value in samples[1]) / MODEL_BYTES <= 0.6
 
 
-@pytest.mark.parametrize(("backend", "trained"), [("fsdp", True), ("fsdp", False), ("deepspeed", False)])
+@pytest.mark.parametrize(("backend", "trained"), HELD)
 def test_all_ranks_together_hold_a_pretrained_model_once_while_it_is_read(backend, trained, record_property):
     path, size = large_llama()
     samples = run_ranks(2, memory, backend, loaded, trained, path, timeout=120)

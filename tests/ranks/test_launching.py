@@ -165,6 +165,7 @@ def started_by(folder: Path, *words: str, **more: str) -> list[str]:
 TWO_RANKS = ["rank 0 of 2, seed 6", "rank 1 of 2, seed 6"]
 
 
+@pytest.mark.deep
 def test_the_launcher_of_deepspeed_starts_the_same_script(folder):
     hosts = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
     words = [
@@ -178,6 +179,7 @@ def test_the_launcher_of_deepspeed_starts_the_same_script(folder):
     assert started_by(folder, sys.executable, *words) == TWO_RANKS
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_accelerate_launch_starts_the_same_script(folder):
     words = [

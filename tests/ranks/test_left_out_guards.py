@@ -66,7 +66,7 @@ def with_a_new_head(backend):
         return not torch.equal(before, engine.module.head.weight.detach())
 
 
-@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
 def test_a_head_that_is_added_late_does_not_train(backend):
     with left_out(AddedModules):
         assert not with_a_new_head(backend)
@@ -122,7 +122,7 @@ def test_a_loss_that_a_block_appends_to_its_callers_list_is_lost_under_stage_3()
     assert found["deepspeed"] < found["fsdp"], "squares are added to it"
 
 
-@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
 def test_a_loss_that_is_divided_by_hand_gives_gradients_that_are_too_small(backend):
     norms = []
     for divisor in (1, 2):

@@ -20,7 +20,6 @@ from unishard.observe.destinations import table
 from unishard.observe.throughput import flops_per_token
 from unishard.testing.models import MODELS
 
-everywhere = pytest.mark.parametrize("backend", BACKENDS)
 WINDOWS = {"training": {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}}
 
 
@@ -42,7 +41,7 @@ def close(one, other):
 # -- the engine's own values -----------------------------------------------------------------------
 
 
-@everywhere
+@in_turn
 @in_ranks
 def test_values_are_those_of_the_updates_and_training_stays_bit_equal(backend, root):
     """Five windows of two micro-batches, the last of one, with and without logs."""
@@ -103,7 +102,7 @@ def planned_to_send(backend):
 @in_ranks
 def test_a_loss_over_items_is_their_mean(backend, root):
     """Losses that are sums over items, whose counts differ between ranks; a window that is discarded."""
-    with prepare(config(backend, logging=logging(root))) as engine:
+    with prepare(config(backend, "no_shard", logging=logging(root))) as engine:
         sums = []
         for turn, micro_batch in enumerate(engine.batches(own_share(3))):
             items = 1 + my_rank() + turn
@@ -122,7 +121,7 @@ def test_a_loss_over_items_is_their_mean(backend, root):
 @in_turn
 @in_ranks
 def test_skipped_updates_are_counted(backend, root):
-    with prepare(config(backend, logging=logging(root))) as engine:
+    with prepare(config(backend, "no_shard", logging=logging(root))) as engine:
         for turn, micro_batch in enumerate(engine.batches(own_share(3))):
             engine.backward(engine(**micro_batch).loss * (float("nan") if turn == 1 else 1))
             engine.step()
@@ -136,7 +135,7 @@ def test_skipped_updates_are_counted(backend, root):
 @in_ranks
 def test_evaluations_and_saves_are_left_out_of_the_throughput_once(backend, root):
     """An evaluation and a save before the first update, and a save inside an evaluation."""
-    with prepare(config(backend, logging=logging(root))) as engine:
+    with prepare(config(backend, "no_shard", logging=logging(root))) as engine:
         engine.eval()
         time.sleep(0.3)
         engine.train()
@@ -174,7 +173,7 @@ def test_own_values_stand_with_the_step_that_has_just_ended(backend, root):
     """One rank logs more than the other, an evaluation after the step of a record and its save, and values after the
     last record."""
     checkpoint = {"dir": f"{root}/saved", "every_steps": 2}
-    with prepare(config(backend, logging=logging(root, every=2), checkpoint=checkpoint)) as engine:
+    with prepare(config(backend, "no_shard", logging=logging(root, every=2), checkpoint=checkpoint)) as engine:
         for turn, micro_batch in enumerate(engine.batches(own_share(5)), 1):
             loss = engine(**micro_batch).loss
             engine.backward(loss)
@@ -213,7 +212,7 @@ def test_a_resumed_run_has_each_step_once(backend, root):
     """A run that ends at step 5 and has saved step 4; the same program resumes it."""
     for count in (5, 7):
         checkpoint = {"dir": f"{root}/saved", "every_steps": 2, "on_existing": "resume"}
-        with prepare(config(backend, checkpoint=checkpoint, logging=logging(root))) as engine:
+        with prepare(config(backend, "no_shard", checkpoint=checkpoint, logging=logging(root))) as engine:
             train(engine, own_share(count))
     assert [line["step"] for line in lines(root) if "loss" in line] == list(range(1, 12))
 
@@ -230,7 +229,7 @@ def test_a_step_without_logging_calls_nothing_of_it(backend):
         if event == "call" and re.search(r"/observe/(recorder|throughput|destinations/)", frame.f_code.co_filename):
             called.append(frame.f_code.co_name)
 
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         train(engine, own_share(1))
         sys.setprofile(profile)
         train(engine, own_share(2))

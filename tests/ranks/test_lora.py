@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from harness import config, everyones, in_ranks, my_rank, own_share, play, refused, train, update, values
-from harness.training import BACKENDS, PAIRS, SPANNING
+from harness.training import BACKENDS, FEWER, PAIRS, SPANNING
 from recording import Recorder
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
@@ -244,7 +244,7 @@ REFUSALS = {
 }
 
 
-@in_ranks(cells=tuple(product(BACKENDS, REFUSALS)))
+@in_ranks(cells=tuple(product(BACKENDS, REFUSALS)), in_turn=True)
 def test_set_trainable_refuses(backend, what):
     call = ("head", False)
     with unishard.prepare(partly_frozen(), config(backend, training={"gradient_accumulation_steps": 2})) as engine:
@@ -261,7 +261,7 @@ def test_set_trainable_refuses(backend, what):
 # -- ties ------------------------------------------------------------------------------------------
 
 
-@in_ranks(cells=PAIRS)
+@in_ranks(cells=FEWER)
 def test_a_tie_stays_one_parameter_under_all_its_names(backend, strategy):
     """Before and after updates, and where it is frozen by the other name."""
     model = lora(tie_word_embeddings=True)

@@ -25,12 +25,13 @@ from unishard.testing.cells import BACKENDS
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = read(DOCS / "models-tested.csv")
 SOME = (
-    *("gpt2", "mixtral", "bart", "clip", "BatchNorm", "weights tied across units"),
-    *("a block that is used three times", "blocks in another order in each update"),
+    *("gpt2", "mixtral", "bart", "a block that is used three times", "blocks in another order in each update"),
+    *(("clip", "BatchNorm", "weights tied across units") if DEEP else ()),
 )
 
 SOME_SPLIT = (
-    *("llama", "gemma3", "gpt_oss", "mixtral", "modernbert", "gpt2 with dropout"),
+    *(("llama", "gemma3", "gpt_oss") if DEEP else ()),  # that test_sequence.py has too
+    *("mixtral", "modernbert", "gpt2 with dropout"),
     *("albert", "lfm2", "doge", "bert, classifier", "convbert", "U-Net of a diffusion model"),
 )
 """Played with `parallel.sequence`: some that are equal, and some of each kind of refusal."""

@@ -78,6 +78,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.deep
 def test_the_run_that_moved_trains_as_the_one_that_did_not(out):
     moved, stayed = read(out / "moved.jsonl"), read(out / "stayed.jsonl")
     assert [line["update"] for line in moved] == [line["update"] for line in stayed] == list(range(1, 13))
@@ -88,6 +89,7 @@ def test_the_run_that_moved_trains_as_the_one_that_did_not(out):
     assert moved[-1]["loss"] < moved[0]["loss"] - 1
 
 
+@pytest.mark.deep
 def test_transformers_loads_what_it_exported_the_weights_of_the_uninterrupted_run(out):
     model = AutoModelForCausalLM.from_pretrained(out / "model")
     expected = Tensors(out / "stayed" / "step-00000012")
@@ -95,6 +97,7 @@ def test_transformers_loads_what_it_exported_the_weights_of_the_uninterrupted_ru
         torch.testing.assert_close(parameter.detach(), expected.full(f"model.{name}"), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.deep
 def test_the_picture_is_drawn(out):
     assert (out / "resuming.png").read_bytes().startswith(b"\x89PNG")
 

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 import torch
 from harness import PAIRS, assert_conforms, curve, own_share, play, prepare, tolerance, train, values, windows
-from harness.training import ACCUMULATION, BACKENDS, EVERY, MICRO_BATCHES, PRECISIONS, SPANNING, configured
+from harness.training import ACCUMULATION, BACKENDS, DEEP, EVERY, MICRO_BATCHES, PRECISIONS, SPANNING, configured
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
@@ -50,10 +50,18 @@ OWN = {
         "sub groups": ("full_shard", {"native": {"deepspeed": {"zero_optimization": {"sub_group_size": 700}}}}),
     },
 }
+IN_TURN = {
+    "no prefetch": "deepspeed",
+    "little prefetch": "fsdp",
+    "tiny buckets, no_shard": "deepspeed",
+    "no overlap": "deepspeed",
+}
+"""Engines on which an option of both trains without `--deep`: test_collectives.py has what it does to either."""
 CELLS = {
     (backend, option): "fp32" if option.startswith("zero redundancy") else PRECISIONS[(first + number) % 2]
     for first, backend in enumerate(BACKENDS)
     for number, option in enumerate((*SHARED, *OWN[backend]))
+    if DEEP or IN_TURN.get(option, backend) == backend
 }
 """The precision in which a backend runs with an option. Options of both run in one on each; zero redundancy is for fp32
 only."""

@@ -38,7 +38,7 @@ RUNS = ("none", *IN_CONFIG, *IN_SCRIPT)
 
 
 def settings(backend, fault):
-    return config(backend, **merge(PLAIN, nested({fault: IN_CONFIG[fault]}) if fault in IN_CONFIG else {}))
+    return config(backend, "no_shard", **merge(PLAIN, nested({fault: IN_CONFIG[fault]}) if fault in IN_CONFIG else {}))
 
 
 def train(backend, fault, root):

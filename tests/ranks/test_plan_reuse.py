@@ -41,8 +41,14 @@ def saved(backend, where, background):
     return found
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["in turn", "in the background"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "background"),
+    [
+        pytest.param(backend, background, marks=[pytest.mark.deep] * (background is (backend == "fsdp")))
+        for backend in BACKENDS
+        for background in (False, True)
+    ],
+)
 def test_a_save_is_planned_only_after_a_change(backend, background, tmp_path_factory):
     place = tmp_path_factory.mktemp("plans")
     first, other = values(play(((saved, (backend, str(place), background)),))[saved, (backend, str(place), background)])

@@ -20,6 +20,7 @@ from harness import (
     train,
     values,
 )
+from harness.training import FEWER
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -150,7 +151,7 @@ def test_gradients_that_a_user_sees_and_sets_are_not_scaled(cell):
         assert norm == pytest.approx(math.hypot(*after.values()), rel=1e-5)
 
 
-@in_ranks(cells=tuple((*cell, dynamic) for cell in CELLS for dynamic in (True, False)))
+@in_ranks(cells=tuple((*cell, dynamic) for cell in FEWER for dynamic in (True, False)), in_turn=True)
 def test_an_error_is_raised_once_a_lower_scale_cannot_help(backend, strategy, dynamic):
     """An infinite gradient of one rank where the user wants an error; then what is left of the scale."""
     formats = {"compute": "fp16", "initial_loss_scale" if dynamic else "loss_scale": 4.0}
@@ -220,7 +221,7 @@ def test_fp16_masters_under_zero_are_refused_with_what_instead():
 # -- buffers and inputs ----------------------------------------------------------------------------
 
 
-@in_ranks(cells=tuple((*cell, wanted) for cell in CELLS for wanted in ("keep", "bf16")))
+@in_ranks(cells=tuple((*cell, wanted) for cell in FEWER for wanted in ("keep", "bf16")))
 def test_buffers_keep_their_bits_unless_another_format_is_asked_for(backend, strategy, wanted):
     """The rotary table, which bf16 cannot hold, after training."""
     cfg = config(backend, strategy, precision={"compute": "bf16", "buffers": wanted})

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
-import json
 import os
-import subprocess
 import sys
+import traceback
 import weakref
 from itertools import product
 from pathlib import Path
@@ -14,7 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import EACH, curve, in_ranks, my_rank, own_share, prepare, refused, train
+from forking import in_a_fork
+from harness import EACH, curve, in_ranks, my_rank, own_share, prepare, refused, run_script, train
 from harness.training import BACKENDS, PAIRS, SPANNING, config, everyones
 from torch import nn
 
@@ -150,7 +151,7 @@ def lying(backend, lie, ranks):
         return refused(prepare, config(backend))
 
 
-@in_ranks(cells=tuple(product(BACKENDS, LIES)))
+@in_ranks(cells=tuple(product(BACKENDS, LIES)), in_turn=True)
 def test_an_engine_that_does_not_run_what_was_asked_is_refused_and_closed(backend, lie):
     raised = lying(backend, lie, (0, 1))
     assert raised.startswith("EngineMismatchError: ")
@@ -159,7 +160,7 @@ def test_an_engine_that_does_not_run_what_was_asked_is_refused_and_closed(backen
     assert LEFT_OPEN == []
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_difference_on_one_rank_is_an_error_on_every_rank(backend):
     raised = lying(backend, "masters", (1,))
     assert raised.startswith("EngineMismatchError: ")
@@ -191,47 +192,35 @@ PLAIN = (
     ("deepspeed", "shard_optimizer", "bf16"),
     ("deepspeed", "full_shard", "fp32"),
 )
-EACH_IN_A_FORK = """
-import json
-import os
-import sys
-import deepspeed
-import torch._inductor.compile_fx
-import unishard.engine.prepare
 
-script, *cases = sys.argv[1:]
-codes = []
-for number, case in enumerate(cases):
-    process = os.fork()
-    if process == 0:
-        for stream, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{script}.{number}.{name}", os.O_WRONLY | os.O_CREAT), stream)
-        sys.argv = [script, *case.split()]
-        exec(compile(open(script).read(), script, "exec"), {"__name__": "__main__"})
-        break  # this fork ends as any interpreter does
-    codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
-else:
-    print(json.dumps(codes))
-"""
+
+def each_in_a_fork(script):
+    """Exit codes of the script by cell."""
+    os.environ.pop("DS_ACCELERATOR", None)
+    codes = []
+    for number, cell in enumerate(PLAIN):
+        process = os.fork()
+        if process == 0:
+            for stream, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(f"{script}.{number}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+            sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
+            try:
+                run_script(script, *cell)
+            except BaseException:
+                traceback.print_exc()
+            ctypes.pythonapi.Py_Exit(0)  # as any interpreter ends, with all that this frees
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    return codes
 
 
 @pytest.fixture(scope="module")
 def plain_scripts(tmp_path_factory):
     """Exit code, stdout and stderr of the script by cell; in forks, since importing costs more than the rest."""
-    folder = tmp_path_factory.mktemp("plain")
-    script = folder / "train.py"
+    script = tmp_path_factory.mktemp("plain") / "train.py"
     script.write_text(SCRIPT)
-    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
-    environment = {name: value for name, value in os.environ.items() if name not in launchers} | {
-        "OMP_NUM_THREADS": "1"
-    }
-    cases = [" ".join(cell) for cell in PLAIN]
-    command = [sys.executable, "-c", EACH_IN_A_FORK, str(script), *cases]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    codes = json.loads(done.stdout.splitlines()[-1])
+    codes = in_a_fork(each_in_a_fork, str(script))
     texts = [
-        tuple(Path(f"{script}.{number}.{name}").read_text() for name in ("out", "err")) for number in range(len(cases))
+        tuple(Path(f"{script}.{number}.{name}").read_text() for name in ("out", "err")) for number in range(len(PLAIN))
     ]
     return {cell: (code, *said) for cell, code, said in zip(PLAIN, codes, texts, strict=True)}
 

@@ -163,7 +163,10 @@ def everything():
     return Stack([Normalized(), Spectral(), *running, Codebook(), Experts()], twice=(0, 2, 6))
 
 
-@in_ranks(cells=tuple((backend, strategy) for backend in BACKENDS for strategy in ("full_shard", "shard_grad_op")))
+@in_ranks(
+    cells=tuple((backend, strategy) for backend in BACKENDS for strategy in ("full_shard", "shard_grad_op")),
+    in_turn=True,
+)
 def test_recomputation_writes_no_buffer_and_reads_what_the_forward_read(backend, strategy):
     """Bit for bit what training without recomputation gives."""
     wanted = trained(everything, backend, strategy)
@@ -190,7 +193,7 @@ def test_a_compiled_unit_recomputes_from_the_right_buffers(backend, mode):
     assert found == [pytest.approx(each, rel=1e-5) for each in wanted]
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_large_buffer_that_is_first_written_later_is_reported_once(backend):
     """Only the micro-batch that writes it first recomputes from its new values; each writes it once."""
 

@@ -42,12 +42,16 @@ def kinds(pair: Pair) -> list[tuple[str, ...]]:
 
 
 FEW = few(MOVED)
-OTHERS = [pair for pair in PAIRS if pair not in AS_ITSELF and (pair not in MOVED or pair in FEW)]
+WITH_FEATURES = [pair for pair in PAIRS if pair not in AS_ITSELF and pair not in MOVED]
+"""To the other engine, and back."""
+ONE_WAY = [pair for number, pair in enumerate(WITH_FEATURES) if number % 4 in (0, 3)]
+OTHERS = [*FEW, *ONE_WAY]
 SAVED = {kind for pair in OTHERS for kind in kinds(pair)}
-DEEP = [pair for pair in PAIRS if pair not in OTHERS and (pair in MOVED or set(kinds(pair)) <= SAVED)]
-"""Further pairs of strategies, and runs that go on as themselves where they do as others too; test_checkpoint.py has
-that bit by bit."""
-BEFORE, AFTER = 2, 2
+NEEDED = [pair for pair in AS_ITSELF if pair.saved.feature == "plain" and not set(kinds(pair)) <= SAVED]
+DEEP = [pair for pair in PAIRS if pair not in OTHERS + NEEDED]
+"""Further pairs of strategies, the way back, and runs that go on as themselves where they do as others too;
+test_checkpoint.py has that bit by bit."""
+BEFORE, AFTER = 1, 2
 """Optimizer steps before and after the checkpoint; `make matrix` takes 5 and 20, and test_data_position.py goes into
 further epochs."""
 
@@ -109,7 +113,9 @@ def without_moments(fill):
 
 def forgetful(backend, what):
     """The relative deviation over ten updates of a resumed run that has lost something."""
-    cfg = config(backend, optimizer=ADAMW, scheduler={"name": "cosine", "warmup_steps": 2, "total_steps": 14})
+    cfg = config(
+        backend, "no_shard", optimizer=ADAMW, scheduler={"name": "cosine", "warmup_steps": 2, "total_steps": 14}
+    )
     with unishard.prepare(llama(7), cfg) as engine:
         train(engine, own_share(4, "llama"))
         folder = engine.save(f"{what[1]}/{backend}")

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from harness import BACKENDS, checked, my_rank, play, prepare, values
+from harness import BACKENDS, DEEP, checked, my_rank, play, prepare, values
 
 from unishard.errors import RankMismatchError
 from unishard.testing.models import batch
@@ -59,24 +59,34 @@ def written(backend, strategy, write, after, ranks):
 
 CHECKSUM = "with the checksum [0-9a-f]{8}"
 ALONE = {
-    "a learning rate": ("full_shard", learning_rate, EARLY, "lr", "0.1", "0.05"),
+    "a learning rate": ("no_shard", learning_rate, EARLY, "lr", "0.1", "0.05"),
     "another option, later": ("no_shard", weight_decay, LATE, "weight_decay", "0.0", "0.5"),
     "a weight in place": ("no_shard", in_place, EARLY, "head.weight", CHECKSUM, CHECKSUM),
     "a weight past autograd, later": ("no_shard", through_data, LATE, "head.weight", CHECKSUM, CHECKSUM),
 }
-TOGETHER = [("full_shard", learning_rate), *(("no_shard", write) for write in (in_place, through_data, sent_by_rank_0))]
+TOGETHER = [("no_shard", write) for write in (learning_rate, in_place, through_data, sent_by_rank_0)]
+
+
+def in_turn(cases):
+    """Each with one engine, with `--deep` with both."""
+    return [
+        (backend, case)
+        for number, case in enumerate(cases)
+        for turn, backend in enumerate(BACKENDS)
+        if DEEP or (number + turn) % 2
+    ]
+
+
 SCENARIOS = tuple(
-    (written, (backend, *arguments))
-    for backend in BACKENDS
+    (written, arguments)
     for arguments in (
-        *((*case[:3], (1,)) for case in ALONE.values()),
-        *((*case, EARLY, (0, 1)) for case in TOGETHER),
+        *((backend, *ALONE[case][:3], (1,)) for backend, case in in_turn(ALONE)),
+        *((backend, *case, EARLY, (0, 1)) for backend, case in in_turn(TOGETHER)),
     )
 )
 
 
-@pytest.mark.parametrize("case", ALONE)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "case"), in_turn(ALONE))
 def test_what_one_rank_writes_alone_is_one_error_that_names_ranks_and_values(backend, case):
     strategy, write, after, name, first, second = ALONE[case]
     found = values(play(SCENARIOS)[written, (backend, strategy, write, after, (1,))])
@@ -91,7 +101,6 @@ def test_what_one_rank_writes_alone_is_one_error_that_names_ranks_and_values(bac
     ), message
 
 
-@pytest.mark.parametrize(("strategy", "write"), TOGETHER)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_all_ranks_write_alike_is_no_error(backend, strategy, write):
-    assert values(play(SCENARIOS)[written, (backend, strategy, write, EARLY, (0, 1))]) == [(22, ""), (22, "")]
+@pytest.mark.parametrize(("backend", "case"), in_turn(TOGETHER))
+def test_what_all_ranks_write_alike_is_no_error(backend, case):
+    assert values(play(SCENARIOS)[written, (backend, *case, EARLY, (0, 1))]) == [(22, ""), (22, "")]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from harness import BACKENDS, config, in_ranks, my_rank, refused
-from harness.training import EACH, EVERY
+from harness.training import EACH
 from sequence_models import LENGTH, TRANSFORMERS, Packed, batch_of, build, data_for
 from torch import nn
 from torch.nn import functional
@@ -18,7 +19,7 @@ from unishard.testing import oracle
 UPDATES, WINDOW = 3, 2
 
 
-def configured(backend: str, strategy: Any = "full_shard", method: str = "auto", size: int = 2, **sections: Any) -> Any:
+def configured(backend: str, strategy: Any = "no_shard", method: str = "auto", size: int = 2, **sections: Any) -> Any:
     training = {"micro_batch_size": 2, "gradient_accumulation_steps": WINDOW, "gradient_clipping": 0.5}
     sequence = {"size": size} | ({} if method == "auto" else {"method": method})
     sections = {"training": training, "parallel": {"sequence": sequence}} | sections
@@ -47,9 +48,21 @@ def expected(
     cfg: Any, name: str, readers: int, updates: int = UPDATES, model: Any = None
 ) -> tuple[oracle.Curve, dict[str, torch.Tensor]]:
     """What plain torch makes of the same samples in one process: the mean of the micro-batches' means."""
-    model, data = model or build(name), data_for(name)
+    given = cfg.precision.compute, name, readers, updates
+    return _of_plain_torch(*given) if model is None else _trained_plainly(model, *given)
+
+
+@cache
+def _of_plain_torch(compute: str, name: str, *given: int) -> tuple[oracle.Curve, dict[str, torch.Tensor]]:
+    return _trained_plainly(build(name), compute, name, *given)
+
+
+def _trained_plainly(
+    model: Any, compute: str, name: str, readers: int, updates: int
+) -> tuple[oracle.Curve, dict[str, torch.Tensor]]:
+    data = data_for(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=cfg.precision.compute == "bf16")
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=compute == "bf16")
     losses, norms, batches = [], [], WINDOW * readers
     for update in range(updates):
         total = 0.0
@@ -84,20 +97,9 @@ def compared(cfg: Any, name: str, readers: int) -> None:
             torch.testing.assert_close(own[key], value, rtol=0, atol=1e-5)
 
 
-CELLS = tuple(
-    (backend, strategy, precision, ("ulysses", "allgather")[number % 2])
-    for number, (backend, strategy, precision) in enumerate(EVERY)
-)
-
-
-@in_ranks(cells=CELLS)
-def test_training_is_that_of_one_process(backend, strategy, precision, method):
-    compared(configured(backend, strategy, method, precision=precision), "llama", readers=1)
-
-
-@in_ranks(world=4, cells=tuple((backend, size) for backend in BACKENDS for size in (2, 4)))
+@in_ranks(world=4, cells=tuple((backend, size) for backend in BACKENDS for size in (2, 4)), in_turn=True)
 def test_groups_beside_data_parallelism(backend, size):
-    compared(configured(backend, size=size), "llama", readers=4 // size)
+    compared(configured(backend, "full_shard", size=size), "llama", readers=4 // size)
 
 
 @in_ranks(cells=tuple((BACKENDS[number % 2], name) for number, name in enumerate(TRANSFORMERS) if name != "llama"))
@@ -110,11 +112,6 @@ def test_each_kind_of_attention(backend, name):
 )
 def test_balanced_positions(backend, method, name):
     compared(configured(backend, method=method), name, readers=1)
-
-
-@in_ranks(cells=tuple((backend, recomputed) for backend in BACKENDS for recomputed in ("full", "selective")))
-def test_recomputation(backend, recomputed):
-    compared(configured(backend, activation_checkpointing=recomputed), "windows", readers=1)
 
 
 REFUSED = {
@@ -143,7 +140,7 @@ def test_what_mixes_positions_elsewhere_is_named(backend, name, precision):
     assert "unishard.attention" in message
 
 
-@in_ranks(cells=tuple((backend, method) for backend in BACKENDS for method in ("ulysses", "allgather")))
+@in_ranks(cells=tuple((backend, method) for backend in BACKENDS for method in ("ulysses", "allgather")), in_turn=True)
 def test_an_own_model_and_an_own_loss(backend, method):
     cfg = configured(backend, method=method)
     model, batch = build("own"), batch_of(Packed(packed=False), 0)
@@ -166,7 +163,7 @@ def test_an_own_model_and_an_own_loss(backend, method):
         torch.testing.assert_close(own[name], gradient, rtol=0, atol=1e-6)
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_evaluation_gives_whole_sequences(backend):
     cfg, data = configured(backend), Packed(5)
     plain = build("windows").eval()
@@ -184,7 +181,7 @@ def test_evaluation_gives_whole_sequences(backend):
     assert losses[0] == pytest.approx(loss.item(), rel=1e-6)
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_generation_is_of_whole_prompts(backend):
     prompt = torch.randint(1, 64, (1, 6 + my_rank()), generator=torch.Generator().manual_seed(my_rank()))
     plain = build("windows").eval().generate(prompt, max_new_tokens=4, do_sample=False)
@@ -201,7 +198,7 @@ def test_generation_is_of_whole_prompts(backend):
     assert_equal(curve, expected(cfg, "windows", 1, updates=1)[0])
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_ranks_of_a_group_must_read_the_same_samples(backend):
     cfg = configured(backend)
     loader = torch.utils.data.DataLoader(Packed(), batch_size=2, sampler=[my_rank() + each for each in range(8)])
@@ -211,7 +208,7 @@ def test_ranks_of_a_group_must_read_the_same_samples(backend):
     assert "unishard.dataloader" in message
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_masks(backend):
     """Padding at either end, a mask of four dimensions, and holes, which are refused."""
     cfg = configured(backend, training={"micro_batch_size": 2})
@@ -241,7 +238,7 @@ def test_masks(backend):
     assert "zeros between tokens" in outcomes["holes"]
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_samples_that_were_not_split_are_refused(backend):
     """As in a loop that reads its loader itself, or that of a framework; nor are parts without what belongs to them."""
     cfg, batch = configured(backend), batch_of(Packed(), 0)
@@ -269,7 +266,7 @@ def test_samples_that_were_not_split_are_refused(backend):
     assert shape == (2, 12, 64)
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_recomputed_attention_of_an_own_model(backend):
     """It sees whole sequences again, also after another model has run that splits nothing."""
     batch, cfg = batch_of(Packed(packed=False), 0), configured(backend, activation_checkpointing=["Block"])
@@ -292,7 +289,7 @@ def test_recomputed_attention_of_an_own_model(backend):
         torch.testing.assert_close(own[name], gradient, rtol=0, atol=1e-6)
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_prepare_that_fails_leaves_the_model_as_it_was(backend):
     model = build("windows")
     model.transposed = nn.Parameter(model.lm_head.weight.t())  # shares memory, which is refused when it is sharded

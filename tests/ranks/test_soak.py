@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 
 import pytest
-from harness import BACKENDS, play, values
+from harness import BACKENDS, in_turn, play, values
 from soak.life import live
 from soak.plan import STRATEGIES, Segment, draw
 from soak.run import deviation
@@ -33,10 +33,10 @@ def roots():
         yield {backend: f"{folder}/{backend}" for backend in BACKENDS}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_turn
 def test_engines_leave_nothing_and_go_back_to_the_same_bits(backend, roots):
-    runs = tuple((come_and_go, (each, root)) for each, root in roots.items())
-    for found, repeated, differ, losses in values(play(runs)[runs[BACKENDS.index(backend)]]):
+    run = come_and_go, (backend, roots[backend])
+    for found, repeated, differ, losses in values(play((run,))[run]):
         assert found == []
         assert (repeated, differ) == (2 * ENGINES - 1, []), "by the engine that goes back, and by the next one"
         assert [*losses] == [*range(1, ENGINES + 1)]

@@ -45,7 +45,7 @@ def test_a_second_live_run_and_one_whose_directory_was_taken_are_one_error_each(
     for backend, existing, background in product(BACKENDS, ("resume", "new"), (False, True)):
         folder = Path(root, f"{backend}-{existing}-{background}")
         checkpoint = {"dir": str(folder), "on_existing": existing, "every_steps": 1, "async_save": background}
-        cfg = config(backend, checkpoint=checkpoint)
+        cfg = config(backend, "no_shard", checkpoint=checkpoint)
         with prepare(cfg) as engine:
             train(engine, own_share(2))
             engine.wait()
@@ -78,7 +78,7 @@ def _on_first(act, *arguments, **named) -> None:
 def together(root: str) -> tuple[str, int]:
     """A run that starts while another one does."""
     lease.GRACE = 0.5
-    cfg = config("fsdp", checkpoint={"dir": root, "on_existing": "new", "every_steps": 1, "keep_last": 2})
+    cfg = config("fsdp", "no_shard", checkpoint={"dir": root, "on_existing": "new", "every_steps": 1, "keep_last": 2})
     with prepare(cfg) as engine:
         told = refused(train, engine, own_share(6))
         time.sleep(1.5 if told == "nothing" else 0)

@@ -26,7 +26,7 @@ def rows():
 
 
 def configured(backend, accumulate=1, **training):
-    return config(backend, "full_shard", training={"gradient_accumulation_steps": accumulate, **training})
+    return config(backend, "no_shard", training={"gradient_accumulation_steps": accumulate, **training})
 
 
 class Around:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import BACKENDS, PAIRS, config, in_ranks, my_rank, refused
+from harness.training import DEEP
 from torch import nn
 
 import unishard
@@ -14,6 +15,7 @@ WORLD = 2
 CELLS = tuple((*pair, "fp32") for pair in PAIRS if pair[1] != "no_shard") + tuple(
     (backend, "no_shard", "bf16") for backend in BACKENDS
 )
+GATHERING = tuple(cell for cell in CELLS if DEEP or cell[1] == "full_shard")
 
 
 def in_place(parameter):
@@ -100,7 +102,9 @@ def gathered(backend, strategy):
     return (backend, strategy) == ("deepspeed", "full_shard")
 
 
-@in_ranks(cells=tuple((*cell, place) for cell in CELLS for place in PLACES))
+@in_ranks(
+    cells=tuple((*cell, place) for cell in CELLS for place in PLACES if DEEP or place == "a unit" or cell in GATHERING)
+)
 def test_a_parameter_that_the_forward_writes_is_named(backend, strategy, precision, place):
     """By each way in one of the first updates; good ones in between."""
     said = {}
@@ -161,7 +165,7 @@ def test_a_parameter_that_is_written_between_updates_is_named(backend, strategy,
         assert message.startswith(wanted), way
 
 
-@in_ranks(cells=CELLS)
+@in_ranks(cells=GATHERING)
 def test_a_parameter_that_a_hook_of_its_unit_writes_is_named(backend, strategy, precision):
     """Registered before `prepare`; it runs before the unit's forward, and after it."""
     for when in ("register_forward_pre_hook", "register_forward_hook"):
@@ -176,7 +180,7 @@ def test_a_parameter_that_a_hook_of_its_unit_writes_is_named(backend, strategy, 
         )
 
 
-@in_ranks(cells=CELLS)
+@in_ranks(cells=GATHERING)
 def test_what_is_replaced_before_the_first_forward_is_named_and_reading_is_no_write(backend, strategy, precision):
     """After new data or a new parameter, and after an evaluation and a read that write nothing."""
     with prepared(backend, strategy, precision) as engine:

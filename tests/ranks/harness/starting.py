@@ -18,6 +18,7 @@ import pytest
 from _pytest.assertion import install_importhook, util
 from _pytest.config import get_config
 
+from harness.training import DEEP
 from unishard.testing import RankFailure, run_ranks
 from unishard.testing.cells import BACKENDS
 
@@ -89,7 +90,9 @@ _TOGETHER: dict[tuple[str, int], list[Any]] = collections.defaultdict(list)
 """By module and number of ranks, the tests that name cells: their functions, cells, and whether they take a folder."""
 
 
-def in_ranks(body: Scenario | None = None, *, world: int = 2, cells: tuple[Any, ...] = ()) -> Any:
+def in_ranks(
+    body: Scenario | None = None, *, world: int = 2, cells: tuple[Any, ...] = (), in_turn: bool = False
+) -> Any:
     """Make a test of a function that runs in the ranks, and asserts there. Its fixtures must be able to travel.
 
     Args:
@@ -98,9 +101,13 @@ def in_ranks(body: Scenario | None = None, *, world: int = 2, cells: tuple[Any, 
         cells: Arguments of which each makes a test; behind them the function may take `root`, a folder for all. The
             same ranks play all cells that are chosen of a module: a rank must not raise alone where the others wait for
             it, so asserts stand at the end.
+        in_turn: Whether no engine decides what is tested: of cells that differ only in their first argument, the
+            engine, one remains without `--deep`.
     """
     if body is None:
-        return functools.partial(in_ranks, world=world, cells=cells)
+        return functools.partial(in_ranks, world=world, cells=cells, in_turn=in_turn)
+    if in_turn and not DEEP:
+        cells = _of_one_engine(body.__name__, cells)
     scenario = _Body(body.__module__, body.__qualname__)
 
     def alone(**fixtures: Any) -> None:
@@ -157,9 +164,21 @@ def error(outcomes: list[Outcome]) -> str:
     return ": ".join(raised[0])
 
 
+def _turn(name: str) -> int:
+    """A number that is the same in each process."""
+    return zlib.crc32(name.encode())
+
+
+def _of_one_engine(name: str, cells: tuple[Any, ...]) -> tuple[Any, ...]:
+    others = collections.defaultdict(list)
+    for cell in cells:
+        others[str(cell[1:])].append(cell)
+    return tuple(each[(_turn(name) + number) % len(each)] for number, each in enumerate(others.values()))
+
+
 def in_turn(test: Callable[..., None]) -> Any:
     """Parametrize a test of what no engine decides by the backend: it takes one of them, `--deep` the other too."""
-    first = zlib.crc32(test.__name__.encode()) % len(BACKENDS)
+    first = _turn(test.__name__) % len(BACKENDS)
     marks = [[], [pytest.mark.deep]]
     chosen = [pytest.param(each, marks=marks[number != first]) for number, each in enumerate(BACKENDS)]
     return pytest.mark.parametrize("backend", chosen)(test)

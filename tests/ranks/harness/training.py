@@ -32,6 +32,9 @@ EVERY = tuple(
 three."""
 SPANNING = tuple(cell for cell in EVERY if cell[:2] in PAIRS)
 """What most tests take of it."""
+FEWER = tuple(cell for cell in PAIRS if DEEP or cell[1] == "full_shard")
+FEWER_SPANNING = tuple(cell for cell in SPANNING if DEEP or cell[1] == "full_shard")
+"""Of `PAIRS` and `SPANNING` those that gather parameters: enough for what the core does around any strategy."""
 EACH = tuple((backend,) for backend in BACKENDS)
 """Cells of `in_ranks`."""
 OTHER = dict(zip(BACKENDS, BACKENDS[::-1], strict=True))

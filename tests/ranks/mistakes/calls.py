@@ -25,7 +25,7 @@ CALLS = {
 @mistake("`AveragedModel(engine)`, or another copy of an engine", "average")
 @mistake('`engine.load("model.pt")`', "file")
 def call_of_another_tool(backend, call):
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         CALLS[call](engine, engine(**own_share(1)[0]).loss if call != "file" else None)
 
 
@@ -40,4 +40,4 @@ ARGUMENTS = {
 @mistake("`unishard.prepare(model, {...})`", "dict")
 @mistake("`unishard.dataloader` of a dict of tensors", "columns")
 def argument_of_another_kind(backend, given):
-    ARGUMENTS[given](config(backend))
+    ARGUMENTS[given](config(backend, "no_shard"))

@@ -78,7 +78,7 @@ def trained(engine, micro_batches):
 
 @mistake("`engine.batches(unishard.dataloader(dataset, cfg))` inside the epoch loop: a new loader in each epoch")
 def loader_in_the_epoch_loop(backend):
-    cfg, data = config(backend), samples(12)
+    cfg, data = config(backend, "no_shard"), samples(12)
     with prepare(cfg) as engine:
         got = [index for _ in range(3) for index in read(engine, unishard.dataloader(data, cfg))]
     with prepare(cfg) as engine:
@@ -89,7 +89,7 @@ def loader_in_the_epoch_loop(backend):
 
 @mistake("a new dataset in each epoch, `unishard.dataloader(TensorDataset(x, y), cfg)`")
 def dataset_in_the_epoch_loop(backend):
-    cfg = config(backend)
+    cfg = config(backend, "no_shard")
     with prepare(cfg) as engine, warnings_raised():
         for _ in range(2):
             read(engine, unishard.dataloader(samples(12), cfg))
@@ -97,14 +97,14 @@ def dataset_in_the_epoch_loop(backend):
 
 @mistake("fewer samples than one micro-batch on each rank")
 def more_than_the_dataset_in_a_micro_batch(backend):
-    cfg = config(backend, training={"micro_batch_size": 64})
+    cfg = config(backend, "no_shard", training={"micro_batch_size": 64})
     with prepare(cfg) as engine:
         read(engine, unishard.dataloader(samples(16), cfg))
 
 
 @mistake("`unishard.dataloader` over a dataset that is split by rank already, or shuffled without a seed")
 def split_before_the_loader(backend):
-    cfg = config(backend)
+    cfg = config(backend, "no_shard")
     with prepare(cfg) as engine, warnings_raised():
         read(engine, unishard.dataloader(samples(16)[my_rank() :: 2], cfg))
 
@@ -120,14 +120,14 @@ AROUND = {
 @mistake("`engine.batches(itertools.islice(loader, n))`", "islice")
 @mistake("`engine.batches(...)` of a generator that reads a loader", "enumerate")
 def hidden_loader(backend, around):
-    cfg = config(backend)
+    cfg = config(backend, "no_shard")
     with prepare(cfg) as engine, warnings_raised():
         read(engine, AROUND[around](unishard.dataloader(samples(16), cfg)))
 
 
 @mistake("`it = engine.batches(loader)` once before the epoch loop, and `engine.batches(tqdm(loader))`")
 def iterated_again(backend):
-    cfg, data = config(backend), samples(12)
+    cfg, data = config(backend, "no_shard"), samples(12)
     with prepare(cfg) as engine, warnings_raised():
         it = engine.batches(tqdm(unishard.dataloader(data, cfg), disable=True))
         got = [index for _ in range(3) for index in trained(engine, it)]
@@ -140,7 +140,7 @@ def iterated_again(backend):
 @mistake("a validation without `engine.eval()` inside the training loop", 1)
 @mistake("the same inside an accumulation window", 2)
 def validation_in_training_mode(backend, accumulate):
-    cfg, data = config(backend, training={"gradient_accumulation_steps": accumulate}), samples(16)
+    cfg, data = config(backend, "no_shard", training={"gradient_accumulation_steps": accumulate}), samples(16)
     with prepare(cfg) as engine, warnings_raised():
         for each in engine.batches(unishard.dataloader(data, cfg)):
             each.pop("index")
@@ -153,14 +153,14 @@ def validation_in_training_mode(backend, accumulate):
 
 @mistake("`for batch in loader:` over a `unishard.dataloader`, without `engine.batches`")
 def ours_without_batches(backend):
-    cfg = config(backend)
+    cfg = config(backend, "no_shard")
     with prepare(cfg) as engine, warnings_raised():
         trained(engine, unishard.dataloader(samples(16), cfg))
 
 
 @mistake("`for batch in loader:` over a `DataLoader` that gives each rank the same batches")
 def theirs_without_batches(backend):
-    with prepare(config(backend)) as engine, warnings_raised():
+    with prepare(config(backend, "no_shard")) as engine, warnings_raised():
         trained(engine, DataLoader(samples(16), batch_size=2))
 
 
@@ -169,7 +169,7 @@ def look_at_a_batch(backend):
     """The batch, and the numbers of all that follow, with and without a look at their first."""
     found = []
     for looks in (True, False):
-        cfg = config(backend, training={"micro_batch_size": 2})
+        cfg = config(backend, "no_shard", training={"micro_batch_size": 2})
         with prepare(cfg) as engine:
             loader = unishard.dataloader(samples(16), cfg)
             if looks:
@@ -187,7 +187,7 @@ def look_at_a_batch(backend):
 
 @mistake("`engine.gather_for_metrics` in `for batch in loader:` over a `unishard.dataloader`")
 def gathering_in_an_own_loop(backend):
-    cfg = config(backend, training={"micro_batch_size": 2})
+    cfg = config(backend, "no_shard", training={"micro_batch_size": 2})
     with prepare(cfg) as engine:
         engine.eval()
         for each in unishard.dataloader(samples(7), cfg):
@@ -196,8 +196,8 @@ def gathering_in_an_own_loop(backend):
 
 @mistake("a `unishard.dataloader` of another config, where `training.global_batch_size` is set")
 def loader_of_another_config(backend):
-    cfg = config(backend, training={"micro_batch_size": 2, "global_batch_size": 4})
-    other = config(backend, training={"micro_batch_size": 3})
+    cfg = config(backend, "no_shard", training={"micro_batch_size": 2, "global_batch_size": 4})
+    other = config(backend, "no_shard", training={"micro_batch_size": 3})
     with prepare(cfg) as engine:
         for loader in (unishard.dataloader(samples(16), cfg), unishard.dataloader(samples(18), other)):
             for each in engine.batches(loader):

@@ -13,7 +13,7 @@ from mistakes.mistake import mistake
 
 @mistake("`engine.backward(loss)` twice for one micro-batch")
 def backward_twice(backend):
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         loss = engine(**own_share(1)[0]).loss
         engine.backward(loss)
         engine.backward(loss)
@@ -21,14 +21,14 @@ def backward_twice(backend):
 
 @mistake("`engine.step()` without a backward")
 def step_without_backward(backend):
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         engine(**own_share(1)[0])
         engine.step()
 
 
 @mistake("`engine.step()` twice")
 def step_twice(backend):
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         engine.backward(engine(**own_share(1)[0]).loss)
         engine.step()
         engine.step()
@@ -36,25 +36,25 @@ def step_twice(backend):
 
 @mistake("a loss per sample in `engine.backward`")
 def loss_with_a_shape(backend):
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         engine.backward(engine(**own_share(1)[0]).logits)
 
 
 @mistake("`engine.backward(loss.detach())`, or a loss computed under `no_grad`")
 def loss_without_a_graph(backend):
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         engine.backward(engine(**own_share(1)[0]).loss.detach())
 
 
 @mistake("`engine.backward(output)`")
 def loss_that_is_the_output(backend):
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         engine.backward(engine(**own_share(1)[0]))
 
 
 @mistake("a `continue` that skips `engine.backward(loss)`")
 def batch_without_backward(backend):
-    with prepare(config(backend, training={"gradient_accumulation_steps": 3})) as engine:
+    with prepare(config(backend, "no_shard", training={"gradient_accumulation_steps": 3})) as engine:
         for index, batch in enumerate(engine.batches(own_share(6))):
             loss = engine(**batch).loss
             if index != 2:
@@ -64,7 +64,7 @@ def batch_without_backward(backend):
 
 @mistake("the same at the last batch of the data")
 def last_batch_without_backward(backend):
-    with prepare(config(backend, training={"gradient_accumulation_steps": 3})) as engine:
+    with prepare(config(backend, "no_shard", training={"gradient_accumulation_steps": 3})) as engine:
         for index, batch in enumerate(engine.batches(own_share(3))):
             loss = engine(**batch).loss
             if index != 2:
@@ -80,7 +80,7 @@ def loss_of_the_bare_module(backend):
 
 @mistake("a `break` inside an accumulation window")
 def loop_left_inside_a_window(backend):
-    with prepare(config(backend, training={"gradient_accumulation_steps": 3})) as engine:
+    with prepare(config(backend, "no_shard", training={"gradient_accumulation_steps": 3})) as engine:
         train(engine, own_share(3))
         for batch in engine.batches(own_share(3)):
             engine.backward(engine(**batch).loss)
@@ -95,7 +95,7 @@ def loop_left_inside_a_window(backend):
 @mistake("`engine.batches` on a closed engine", "batches")
 @mistake("`engine.eval` on a closed engine", "train")
 def closed(backend, call):
-    engine = prepare(config(backend))
+    engine = prepare(config(backend, "no_shard"))
     batch = own_share(1)[0]
     loss = engine(**batch).loss
     engine.close()
@@ -125,6 +125,6 @@ def gradient_penalty(backend):
 @mistake("`clip_grad_norm=math.nan`", math.nan)
 @mistake('`clip_grad_norm="1"`', "1")
 def bad_clip(backend, value):
-    with prepare(config(backend)) as engine:
+    with prepare(config(backend, "no_shard")) as engine:
         engine.backward(engine(**own_share(1)[0]).loss)
         engine.step(clip_grad_norm=value)

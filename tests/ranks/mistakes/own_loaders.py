@@ -52,7 +52,7 @@ LOADERS = {
 @mistake("`DistributedSampler(num_replicas=2, rank=0)` on every rank", "one share")
 @mistake("a `DataLoader` without a sampler on several ranks", "no sampler")
 def own_loader(backend, name, global_batch_size=None):
-    cfg = config(backend, training={"global_batch_size": global_batch_size})
+    cfg = config(backend, "no_shard", training={"global_batch_size": global_batch_size})
     with prepare(cfg) as engine, warnings_raised():
         read(engine, LOADERS[name](cfg))
 
@@ -61,7 +61,7 @@ def own_loader(backend, name, global_batch_size=None):
 @mistake("no `set_epoch` on a `DistributedSampler`", "sampler")
 def same_order(backend, kind):
     data, sampler = samples(16)[my_rank() :: 2], DistributedSampler(_ALL)
-    with prepare(config(backend)) as engine, warnings_raised():
+    with prepare(config(backend, "no_shard")) as engine, warnings_raised():
         for _ in range(2):
             generator = torch.Generator().manual_seed(0)
             own = DataLoader(data, batch_size=2, shuffle=True, generator=generator)
@@ -115,7 +115,7 @@ RIGHT = {
 def right_loaders(backend):
     got, right = [], []
     for build, expected in RIGHT.values():
-        with prepare(config(backend)) as engine, warnings_raised():
+        with prepare(config(backend, "no_shard")) as engine, warnings_raised():
             mine = read(engine, build())
         everyones = [mine, mine]
         dist.all_gather_object(everyones, mine)
