@@ -140,10 +140,10 @@ def _introduction(moves: Mapping[str, Move]) -> str:
 One run, begun on DeepSpeed, continued on FSDP2, and finished on DeepSpeed under another strategy. The config changes in one or two
 lines; script, learning rate, data and checkpoints do not:
 
-```console
-$ unishard launch train.yaml --processes-per-node 8 train.py
-$ unishard launch train.yaml --processes-per-node 8 --set backend=fsdp train.py
-$ unishard launch train.yaml --processes-per-node 8 --set backend=deepspeed --set sharding=zero2 train.py
+```text
+unishard launch train.yaml --processes-per-node 8 train.py
+unishard launch train.yaml --processes-per-node 8 --set backend=fsdp train.py
+unishard launch train.yaml --processes-per-node 8 --set sharding=zero2 train.py
 ```
 
 `checkpoint: {{dir: runs, on_existing: resume}}` in the config resumes each time. Run by

@@ -49,9 +49,17 @@ LARGE = [
 """What the core does around an engine; what an engine does for it has tests of its own, on both."""
 
 
+IN_TURN = (
+    *([cell for cell in COMBINED if area_of(cell.feature) == area] for area in AREAS),
+    *(REPEATED, OF_THE_CORE, LARGE),
+)
+"""Cells of which each is measured on one engine, but for one that has no other like it."""
+
+
 def _param(backend, cell):
-    turns = [cells.index(cell) for cells in (COMBINED, REPEATED, OF_THE_CORE, LARGE) if cell in cells]
-    in_turn = not turns or BACKENDS[(turns[0] + turns[0] // 4) % 2] == backend
+    alike = next((cells for cells in IN_TURN if cell in cells), [cell])
+    turn = alike.index(cell)
+    in_turn = len(alike) == 1 or BACKENDS[(turn + turn // 4) % 2] == backend
     marks = [*[pytest.mark.quick] * (cell in QUICK), *[pytest.mark.deep] * (not in_turn)]
     return pytest.param(backend, cell, id=f"{backend}-{cell}", marks=marks)
 

@@ -99,7 +99,7 @@ class CallOrder:
     @property
     def begins_window(self) -> bool:
         """Whether the next forward is the first of its window."""
-        return not self.inside_window and self.phase is Phase.OPEN
+        return self.phase is Phase.OPEN and not (self.micro_batch or self.calls)
 
     @property
     def last(self) -> bool:
@@ -114,7 +114,7 @@ class CallOrder:
     @property
     def forward_missing(self) -> bool:
         """Whether the next part of a loss has had no forward."""
-        return self.backward_missing and self.phase is Phase.OPEN
+        return self.phase is Phase.OPEN and 0 < self.calls < self.backward_calls
 
     @property
     def looks(self) -> bool:
