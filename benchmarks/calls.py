@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ WARM_UP = 12
 """Updates before the one that is counted: past the first, in which more is checked, and not a tenth."""
 _ELSEWHERE = ("unishard_fsdp/ddp.py", "<lambda>")
 """Runs when a reduction is through, in this thread or in one of the process group's."""
-_OWN = ("unishard", "unishard_fsdp", "unishard_deepspeed")
+_PACKAGES = tuple(Path(*import_module(name).__path__) for name in ("unishard", "unishard_fsdp", "unishard_deepspeed"))
 
 
 class Calls(NamedTuple):
@@ -99,11 +100,11 @@ def recorder(calls: Calls) -> Callable[[FrameType, str, Any], None]:
 
 def own_place(path: str) -> str:
     """A file's path from its package on; empty outside unishard. Its tests and demo models are the user's."""
-    parts = Path(path).parts[:-1]
-    start = next((at for at in range(len(parts) - 1, -1, -1) if parts[at] in _OWN), None)
-    if start is None or "testing" in parts:
+    # By the folders of the packages: that of a checkout may have the same name as one of them.
+    package = next((each for each in _PACKAGES if path.startswith(f"{each}/")), None)
+    if package is None or path.startswith(f"{package}/testing/"):
         return ""
-    return "/".join((*parts[start:], Path(path).name))
+    return str(Path(path).relative_to(package.parent))
 
 
 def main() -> None:

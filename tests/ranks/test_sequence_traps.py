@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import unishard
+from benchmarks.calls import own_place
 from unishard.sequence import tiles
 
 METHODS = ("ulysses", "allgather")
@@ -233,7 +234,7 @@ def _called(engine: Any, batches: Any) -> tuple[list[float], Counter[str]]:
     calls: Counter[str] = Counter()
 
     def count(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and f"{Path('/unishard')}" in frame.f_code.co_filename:
+        if event == "call" and own_place(frame.f_code.co_filename):
             calls[f"{Path(frame.f_code.co_filename).parent.name}/{frame.f_code.co_qualname}"] += 1
 
     figures: list[float] = []

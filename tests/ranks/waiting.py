@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,6 +20,12 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+_TESTS = Path(__file__).parents[1]
+_PACKAGES = {
+    name: Path(*find_spec(name).submodule_search_locations)
+    for name in ("unishard", "unishard_fsdp", "unishard_deepspeed", "deepspeed", "torch")
+}
+"""Their folders: that of a checkout may have the same name as one of them."""
 _READS = (
     "_local_scalar_dense",
     "equal",
@@ -120,11 +127,9 @@ def _frames() -> Iterator[Any]:
 
 def _short(path: str) -> tuple[str, str]:
     """The package of a file, and its path from there."""
-    parts = Path(path).parts
-    if "tests" in parts:
+    if path.startswith(f"{_TESTS}/"):
         return "test", path
-    for package in ("unishard", "unishard_fsdp", "unishard_deepspeed", "deepspeed", "torch"):
-        if package in parts[:-1]:
-            start = len(parts) - 2 - parts[-2::-1].index(package)
-            return package.partition("_")[0] if package != "torch" else package, "/".join(parts[start:])
+    for package, folder in _PACKAGES.items():
+        if path.startswith(f"{folder}/"):
+            return package.partition("_")[0], str(Path(path).relative_to(folder.parent))
     return "python", path
