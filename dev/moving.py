@@ -180,7 +180,7 @@ What users met who changed the engine in another framework, and what is the same
 | reduction | gradients are reduced and added up in bf16 on one engine and in fp32 on the other ([DeepSpeed 2768](https://github.com/deepspeedai/DeepSpeed/issues/2768), [DeepSpeed 1835](https://github.com/deepspeedai/DeepSpeed/issues/1835)) | `precision.reduce` and `precision.accumulate`, fp32 unless you say otherwise |
 | schedule | steps once for each rank, or ends early ([accelerate 1382](https://github.com/huggingface/accelerate/issues/1382), [accelerate 2708](https://github.com/huggingface/accelerate/issues/2708)) | counts updates, and goes on from the checkpoint |
 | norms in the log | of one rank's shard, or of another scale at another stage ([pytorch 88621](https://github.com/pytorch/pytorch/issues/88621), [DeepSpeed 4298](https://github.com/deepspeedai/DeepSpeed/issues/4298)) | the norm before clipping, of the undivided model |
-| checkpoints | each engine reads its own, often at the same number of ranks alone ([DeepSpeed 3810](https://github.com/deepspeedai/DeepSpeed/issues/3810), [ms-swift 3989](https://github.com/modelscope/ms-swift/issues/3989)) | one format for both, at any number of ranks, strategy and engine ([resuming.md](resuming.md)) |
+| checkpoints | each engine reads its own, often only at the same number of ranks ([DeepSpeed 3810](https://github.com/deepspeedai/DeepSpeed/issues/3810), [ms-swift 3989](https://github.com/modelscope/ms-swift/issues/3989)) | one format for both, at any number of ranks, strategy and engine ([resuming.md](resuming.md)) |
 """
 
 

@@ -134,7 +134,7 @@ def optimizer_state(cfg: Config, parameters: Iterable[tuple[int, bool]]) -> int:
     """
     optimizer, size = cfg.optimizer, ITEMSIZE[cfg.precision.master]
     tensors, rest = optimizer_tensors(optimizer.name, amsgrad=optimizer.amsgrad, momentum=optimizer.momentum)
-    # Of a matrix Muon keeps the momentum alone.
+    # Of a matrix Muon keeps only the momentum.
     return sum(numel * size if matrix else numel * tensors * size + rest for numel, matrix in parameters)
 
 

@@ -192,7 +192,7 @@ class Feature:
     precisions: tuple[str, ...] = ("fp32", "bf16")
     worlds: tuple[int, ...] = (2,)
     """World sizes at which every combination is measured. If they include 2, there are also a few cells at 1 and 4."""
-    alone: bool = False
+    only_at_worlds: bool = False
     """Whether there are none of these few, because another feature of the area has them."""
     least_ranks: int = 1
     """The least number of ranks that can train it."""
@@ -213,7 +213,7 @@ class Feature:
     def cells(self) -> list[Cell]:
         """Every combination at `worlds`, and at 1 and 4 ranks a few that cover every strategy and every precision."""
         wanted = list(product(self.models, self.strategies, self.precisions, self.worlds))
-        if 2 in self.worlds and not self.alone:
+        if 2 in self.worlds and not self.only_at_worlds:
             model, turns = next(iter(self.models)), enumerate(self.strategies)
             wanted += [
                 (model, strategy, self.precisions[turn // 2 % len(self.precisions)], (1, 4)[turn % 2])

@@ -90,8 +90,8 @@ class Evaluation:
     def of_module(self) -> Callable[..., Any] | None:
         """What `module.generate` is to be, since it needs the other ranks, or whole samples; None where it does not."""
         own = getattr(self._adapter.module, "generate", None)
-        alone = not self._adapter.forward_is_collective or dist.get_world_size() == 1
-        if not callable(own) or (alone and self._sequences is None):
+        needs_no_rank = not self._adapter.forward_is_collective or dist.get_world_size() == 1
+        if not callable(own) or (needs_no_rank and self._sequences is None):
             return None
 
         @functools.wraps(own)

@@ -136,7 +136,7 @@ MATRICES = (
         prepare=_with_object,
         reference=_object,
         tolerances={"fp32": _ROUNDED},
-        alone=True,
+        only_at_worlds=True,
     ),
     Feature(
         "muon_experts",
@@ -144,7 +144,7 @@ MATRICES = (
         _MUON_ON,
         models={"experts": TestModel(_fused, MODELS["mlp"].sample)},
         precisions=("fp32",),
-        alone=True,
+        only_at_worlds=True,
     ),
     Feature(
         "muon_tied",
@@ -153,7 +153,7 @@ MATRICES = (
         models={"llama": TestModel(partial(llama, tie_word_embeddings=True), MODELS["llama"].sample)},
         strategies=("shard_grad_op", "full_shard"),
         precisions=("fp32",),
-        alone=True,
+        only_at_worlds=True,
     ),
     replace(
         _LORA,
@@ -161,7 +161,7 @@ MATRICES = (
         strategies=("shard_optimizer", "full_shard"),
         about="Muon on adapters of a frozen base",
         sections={"optimizer": {key: value for key, value in _MUON.items() if key != "no_decay"}},
-        alone=True,
+        only_at_worlds=True,
     ),
     replace(
         _UNFREEZING,
@@ -169,7 +169,7 @@ MATRICES = (
         about="Muon, while parameters are frozen and unfrozen",
         sections=_MUON_ON,
         precisions=("fp32",),
-        alone=True,
+        only_at_worlds=True,
     ),
     replace(
         _UNUSED,
@@ -177,7 +177,7 @@ MATRICES = (
         about="Muon on matrices named by patterns, with a tower that most steps do not use",
         sections={"optimizer": _MUON | {"matrices": [r"(up|down)\.weight", r"sometimes\.\d\.weight"]}},
         precisions=("fp32",),
-        alone=True,
+        only_at_worlds=True,
     ),
     Feature(
         "muon_hybrid",
@@ -193,7 +193,7 @@ MATRICES = (
         _MUON_ON | {"offload": {"optimizer": "cpu"}},
         strategies=STRATEGIES[1:],
         precisions=("fp32",),
-        alone=True,
+        only_at_worlds=True,
     ),
     Feature(
         "muon_fp16",
@@ -203,6 +203,6 @@ MATRICES = (
         precisions=("fp16",),
         steps_in_suite=20,
         tolerances=TOLERANCES | {"fp16": replace(TOLERANCES["fp16"], first_losses=1e-4)},
-        alone=True,
+        only_at_worlds=True,
     ),
 )
