@@ -89,6 +89,9 @@ def _set_device(device: torch.device, topology: Topology) -> None:
     # same (DeepSpeed 0.19.8, runtime/engine.py, zero/partition_parameters.py and zero/utils.py).
     if device.type == "cpu":
         os.environ.setdefault("LOCAL_RANK", str(topology.local_rank))
+        # Without it, stage 3 runs `numactl` in a process of its own in each reduction to count devices (DeepSpeed
+        # 0.19.8, accelerator/cpu_accelerator.py).
+        os.environ.setdefault("LOCAL_SIZE", str(topology.local_world_size))
         return
     for name in ("LOCAL_RANK", *(name for name in ("OMPI_COMM_WORLD_LOCAL_RANK",) if name in os.environ)):
         os.environ[name] = str(device.index)

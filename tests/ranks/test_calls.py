@@ -20,11 +20,15 @@ def counted(*cell):
         return count(*cell)
 
 
+def both_ranks(backend, strategy, blocks):
+    return values(play(tuple((counted, cell) for cell in CELLS))[counted, (backend, strategy, blocks)])
+
+
 def of(backend, strategy):
     """Own calls of the smaller and of the larger model, the same on both ranks."""
     found = []
     for blocks in BLOCKS:
-        first, second = values(play(tuple((counted, cell) for cell in CELLS))[counted, (backend, strategy, blocks)])
+        first, second = both_ranks(backend, strategy, blocks)
         assert first.own == second.own
         found.append(first.own)
     return found
@@ -58,3 +62,9 @@ def test_nothing_walks_the_parameters(engine):
     small, large = of(*engine)
     more = {name: number - small[name] for name, number in large.items() if number > small[name]}
     assert sum(more.values()) <= A_BLOCK * (BLOCKS[1] - BLOCKS[0]), more
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids="-".join)
+def test_an_update_starts_no_process(engine):
+    for calls in both_ranks(*engine, BLOCKS[0]):
+        assert not [name for name in calls.others if name.startswith("subprocess.py:") or "/subprocess.py:" in name]
