@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from itertools import product
 
-import pytest
 import torch
 from harness import (
     BACKENDS,
@@ -25,24 +24,6 @@ from harness import (
 import unishard
 
 # -- num_items -------------------------------------------------------------------------------------
-
-
-COUNTS = ((2, 2), (1, 3), (torch.tensor([0]), torch.tensor(4)))
-NAMED = {"even": COUNTS[0], "uneven": COUNTS[1], "tensors": COUNTS[2]}
-
-
-@in_ranks(cells=tuple(product(BACKENDS, NAMED)), in_turn=True)
-def test_only_the_number_of_items_of_all_ranks_counts(backend, name):
-    """Norms of windows of two micro-batches whose losses are twice the mean, over so many items of each rank."""
-    training, norms = {"gradient_accumulation_steps": 2}, []
-    with prepare(config(backend, "shard_grad_op", training=training, optimizer={"name": "sgd", "lr": 0.0})) as engine:
-        for batch in engine.batches(own_share(2)):
-            engine.backward(2 * engine(**batch).loss, num_items=NAMED[name][my_rank()])
-            norms.append(engine.step().grad_norm)
-        for batch in engine.batches(own_share(2)):
-            norms.append(update(engine, batch).grad_norm)
-    # Two micro-batches of 4 items on 2 ranks: the sum of 4 losses, doubled, over 8 items is their mean.
-    assert norms == [None, pytest.approx(norms[3], rel=1e-6), None, norms[3]]
 
 
 BAD = {
