@@ -308,12 +308,6 @@ def test_what_is_undecided_cannot_be_loaded_until_it_is_decided(config: Path, pr
     assert unishard.load(config, ["training.micro_batch_size=4"]).training.micro_batch_size == 4
 
 
-def test_an_environment_variable_is_still_named_as_one(config: Path) -> None:
-    config.write_text("training:\n  micro_batch_size: ${BATCH}\n")
-    with pytest.raises(unishard.ConfigError, match=r"contains \$\{BATCH\}, but environment variables are not expanded"):
-        unishard.load(config)
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
