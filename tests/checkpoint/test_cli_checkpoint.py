@@ -287,8 +287,3 @@ def test_sizes() -> None:
         "1.27 GB",
         "5 TB",
     ]
-
-
-def test_a_root_of_saves(tmp_path: Path) -> None:
-    save(tmp_path, 10, b"x")
-    assert run("verify", tmp_path).stdout == f"{tmp_path}/step-00000010: ok; 2 files match the manifest\n"

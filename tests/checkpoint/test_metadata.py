@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     Metadata,
-    TensorStorageMetadata,
 )
 
 from unishard.checkpoint import metadata
@@ -129,13 +128,6 @@ def test_what_an_early_python_3_11_writes_is_read(folder: Path, broken: Path, mo
     assert metadata.read(broken) == metadata.read(folder)
 
 
-def test_what_we_write_is_read(tmp_path: Path) -> None:
-    manifest = store(tmp_path)
-    entries = metadata.read(tmp_path).state_dict_metadata
-    assert entries.keys() == manifest.tensors.keys()
-    assert all(isinstance(entry, TensorStorageMetadata) for entry in entries.values())
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stored")
@@ -180,12 +172,6 @@ def test_a_damaged_index_never_fails_in_another_way(folder: Path, broken: Path, 
     for at, mask in flips:
         data[at % len(data)] ^= mask
     opened(broken, bytes(data))
-
-
-def test_no_single_flipped_bit_fails_in_another_way(folder: Path, broken: Path, deep: bool) -> None:
-    data = (folder / metadata.FILE).read_bytes()
-    for at in range(0, len(data), 1 if deep else 3):
-        opened(broken, data[:at] + bytes([data[at] ^ (1 << (at % 8))]) + data[at + 1 :])
 
 
 @pytest.mark.parametrize(

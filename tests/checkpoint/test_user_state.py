@@ -110,11 +110,6 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@given(states)
-def test_every_state_comes_back(state):
-    assert same(there_and_back(state), state)
-
-
 @settings(max_examples=60)
 @given(states)
 def test_every_state_comes_back_from_a_checkpoint_that_is_sound(state):

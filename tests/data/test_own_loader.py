@@ -117,18 +117,9 @@ def test_right_shares(everyone):
 @pytest.mark.parametrize(
     ("everyone", "message"),
     [
-        (
-            shares((0, 2), (0, 2)),
-            "each of the 2 ranks its own share: rank 0 reads share 0 of 2, rank 1 reads share 0 of 2",
-        ),
-        (shares((0, 8), (1, 8)), "rank 1 reads share 1 of 8"),
         (shares((0, 2), (1, 3)), "rank 1 reads share 1 of 3"),
         (shares((0, 2), (1, 2), (0, 2)), "rank 2 reads share 0 of 2"),
         (shares((3, 8)), "does not give the only rank all the data: rank 0 reads share 3 of 8"),
-        (
-            [LoaderFacts("DataLoader", shares=(Share("Accelerate", 0, 2), Share("DistributedSampler", 0, 2)))],
-            "sharded twice, by Accelerate and DistributedSampler: each rank reads one of 4 parts",
-        ),
     ],
 )
 def test_wrong_shares(everyone, message):

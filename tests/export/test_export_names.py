@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import warnings
 from dataclasses import replace
@@ -252,32 +251,6 @@ def test_a_tensor_that_the_caller_leaves_out_is_named(tmp_path: Path) -> None:
             CheckpointError, match=rf"{name} cannot be exported: it is not among the {len(held)} available tensors"
         ):
             export(tmp_path / "out", model, held)
-
-
-def test_a_model_with_code_of_its_own_takes_it_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoModelForCausalLM
-
-    (tmp_path / "own_llama.py").write_text(
-        "from transformers import LlamaConfig, LlamaForCausalLM\n\n"
-        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n\n"
-        "class OwnLlama(LlamaForCausalLM):\n    config_class = OwnConfig\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    own = importlib.import_module("own_llama")
-    own.OwnConfig.register_for_auto_class()
-    own.OwnLlama.register_for_auto_class("AutoModelForCausalLM")
-    model = own.OwnLlama(
-        own.OwnConfig(vocab_size=37, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    )
-    export(tmp_path / "out", model, stretches_of(model))
-    before = model.config.to_dict()
-    model.save_pretrained(tmp_path / "theirs")
-    assert "auto_map" not in before
-    for name in ("config.json", "own_llama.py"):
-        assert (tmp_path / "out" / name).read_text() == (tmp_path / "theirs" / name).read_text()
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
 @pytest.mark.parametrize(

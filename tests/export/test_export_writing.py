@@ -266,9 +266,3 @@ def test_memory_is_that_of_a_few_blocks_and_each_element_is_read_once(
     ]
     assert (read[0][0], read[-1][1]) == (0, 1024 * 1024)
     assert peak < 1 << 20
-
-
-def test_a_wrong_dtype_is_refused(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match=r"dtype: must be one of fp32, bf16, fp16, got 'bfloat16'"):
-        export(tmp_path / "out", model, stretches_of(model), dtype="bfloat16")

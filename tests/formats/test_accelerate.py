@@ -16,7 +16,6 @@ from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import catalog
 from unishard.formats.accelerate.fsdp import NAMES
-from unishard.formats.source import open_source
 
 FSDP = {"distributed_type": "FSDP", "num_processes": 8}
 FSDP2 = {**FSDP, "fsdp_config": {"fsdp_version": 2}}
@@ -259,11 +258,3 @@ def test_there_and_back_is_what_it_was(document):
     assert {path: value_at(back.config, path) for path in decided} == {path: value_at(before, path) for path in decided}
     again = formats.translate(there.document, "accelerate", from_="accelerate")
     assert again.document == there.document
-
-
-def test_a_file_with_the_usual_keys_is_recognised(tmp_path):
-    path = tmp_path / "default_config.yaml"
-    path.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\n"
-    )
-    assert catalog.recognise(open_source(path)).name == "accelerate"

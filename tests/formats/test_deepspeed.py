@@ -14,7 +14,6 @@ from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.rules import Fit
 from unishard.formats import catalog, translate
-from unishard.formats.source import open_source
 from unishard_deepspeed.keys import ROWS
 
 
@@ -154,10 +153,3 @@ def test_there_and_back_is_the_identity_on_what_is_exact(document):
     for path, _ in leaves(Config):
         if words[path].fit is Fit.EXACT and path != "backend":
             assert value_at(back, path) == near(value_at(there.reading.config, path)), path
-
-
-def test_it_is_recognised(tmp_path):
-    path = tmp_path / "ds.json"
-    path.write_text('{"zero_optimization": {"stage": 2}, // two\n "bf16": {"enabled": true},}')
-    assert catalog.recognise(open_source(path)).name == "deepspeed"
-    assert translate(path, "unishard").warnings

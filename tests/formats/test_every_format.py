@@ -102,28 +102,6 @@ def test_documents_of_chance_in_any_format(examples: int) -> None:
     holds()
 
 
-def test_broken_files(tmp_path: Path, examples: int) -> None:
-    texts = [json.dumps(data, indent=1) for name in FORMATS for data in SEEDS[name]]
-    texts += [translate(data, "unishard", from_=name).text for name in FORMATS for data in SEEDS[name]]
-    path = tmp_path / "config.json"
-
-    @settings(max_examples=max(examples // 4, 1), derandomize=examples < 1000)
-    @given(
-        st.sampled_from(texts),
-        st.lists(st.tuples(st.integers(0, 2000), st.text(max_size=3), st.integers(0, 3)), max_size=4),
-    )
-    def holds(text: str, edits: list[tuple[int, str, int]]) -> None:
-        for at, inserted, removed in edits:
-            at %= len(text) + 1
-            text = text[:at] + inserted + text[at + removed :]
-        path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        outcome = outcome_of(path, "unishard", None)
-        if isinstance(outcome, Outcome):
-            assert faults_of(outcome) == []
-
-    holds()
-
-
 TOKENS = (
     b"{",
     b"}",

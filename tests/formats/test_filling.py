@@ -320,12 +320,6 @@ def test_the_command_line_takes_precedence_over_the_ranks_of_accelerates_file() 
 @pytest.mark.parametrize(
     ("name", "text", "what"),
     [
-        (
-            "x.sh",
-            "torchrun train.py --bf16\n",
-            "give the one command that trains, in quotes: --with 'accelerate launch",
-        ),
-        ("README.md", "```bash\ntorchrun train.py\n```\n", "give the one command that trains, in quotes"),
         ("x.json", json.dumps(AUTO), "is a config of DeepSpeed, for TrainingArguments that name no engine"),
         ("x.yaml", "a: 1\nb: 2\n", "matches no known format"),
     ],

@@ -193,11 +193,3 @@ def test_a_third_engine_is_refused() -> None:
     reading = read({"backend": "fsdp"}, "unishard")._replace(config=Config(backend="megatron"))
     with pytest.raises(ConfigError, match="transformers runs fsdp and deepspeed, not megatron"):
         render_arguments(reading, Topology(), "hf")
-
-
-@pytest.mark.parametrize(
-    "sign", [{"hydra": {}}, {"defaults": ["actor", "_self_"]}, {"actor_rollout_ref": {}}, {"data_stages": []}]
-)
-def test_configs_of_other_tools_are_one_clear_error(sign: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="which unishard does not read"):
-        read({**sign, "trainer": {"n_gpus": 8}, "model": {}, "optim": {}})

@@ -43,12 +43,6 @@ def test_a_config_in_a_file_is_read_beside_the_document(tmp_path: Any) -> None:
     assert "put the file beside" in refused[0].note
 
 
-def _flat(value: Any, path: tuple[str, ...] = ()) -> list[str]:
-    if isinstance(value, dict) and value:
-        return [key for name, inner in value.items() for key in _flat(inner, (*path, name))]
-    return [".".join(path)]
-
-
 def test_an_argument_that_goes_into_a_block_that_is_off_has_a_line() -> None:
     arguments = {"stage": 2, "partition_activations": False, "cpu_checkpointing": False}
     document = {"strategy": built("DeepSpeedStrategy", **arguments)}

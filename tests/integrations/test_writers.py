@@ -13,10 +13,9 @@ from rich.console import Console
 import unishard
 from unishard.contract.plan import ObserveSpec
 from unishard.engine.resolve import observe_spec, text_of
-from unishard.observe.destinations import table
 from unishard.observe.destinations.jsonl import JsonLines
 from unishard.observe.destinations.progress import ProgressLine
-from unishard.observe.destinations.table import WRITERS, open_writer, require_installed
+from unishard.observe.destinations.table import WRITERS, open_writer
 
 VALUES = {"loss": 2.5, "lr": 3e-4}
 
@@ -46,20 +45,6 @@ def write(cfg: unishard.Config, *steps: int, resumed: int | None = None, loss: f
 def test_the_table_has_every_destination() -> None:
     (kind,) = unishard.config.Logging.model_fields["to"].annotation.__args__
     assert tuple(WRITERS) == kind.__args__
-
-
-def test_a_missing_package_is_one_error_that_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(table, "find_spec", lambda name: None)
-    cfg = unishard.load({"logging": {"to": ["jsonl", "tensorboard", "wandb"], "dir": str(tmp_path)}})
-    with pytest.raises(unishard.ConfigError) as caught:
-        require_installed(cfg.logging)
-    assert str(caught.value).splitlines() == [
-        "logging.to: tensorboard needs the package tensorboard; pip install 'unishard[tensorboard]', or remove "
-        "tensorboard",
-        "logging.to: wandb needs the package wandb; pip install 'unishard[wandb]', or remove wandb",
-    ]
 
 
 # -- JSON lines ------------------------------------------------------------------------------------

@@ -198,13 +198,3 @@ def test_a_model_that_recomputes_by_itself_is_refused(backend):
     model.gradient_checkpointing_enable()
     said = refused(unishard.prepare, model, configured(backend, "full_shard", **with_activations({})))
     assert "offload.activations: model already recomputes (gradient_checkpointing_enable); call" in said
-
-
-@in_ranks(cells=EACH, in_turn=True)
-def test_a_model_without_blocks_is_refused(backend):
-    said = refused(
-        unishard.prepare,
-        torch.nn.Sequential(torch.nn.Linear(13, 11)),
-        configured(backend, "full_shard", **with_activations({})),
-    )
-    assert "offload.activations: Sequential has no repeated blocks" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from contextlib import contextmanager
 
@@ -156,20 +155,6 @@ def waits_inside(backend):
         assert time.monotonic() - start < 6 * 0.8 + 3
 
 
-def is_late(backend):
-    """A rank that is busy on its own for longer than the timeout is waited for."""
-    with prepare(config(backend, communication={"desync_timeout": 1.0})) as engine, heard() as said:
-        train(engine, own_share(1))
-        if dist.get_rank() == 1:
-            reads_elsewhere()
-            reads_slowly()
-        return engine.mean(float(dist.get_rank())), said
-
-
-def reads_elsewhere():
-    time.sleep(0.5)
-
-
 def takes_long_updates(backend):
     """Healthy updates that together take longer than the time after which one long call is named, none of them
     checked."""
@@ -180,12 +165,6 @@ def takes_long_updates(backend):
             engine.backward(engine(**batch).loss)
             engine.step()
     return [message for message in said if "has been in" in message]
-
-
-def reads_slowly():
-    end = time.monotonic() + 4
-    while time.monotonic() < end:
-        time.sleep(0.1)
 
 
 def answers(scenario, backend, world=2):
@@ -212,17 +191,6 @@ def test_a_rank_that_waits_in_a_collective_inside_a_call_is_found(backend):
     assert (
         "rank 1 is in engine.forward (update 2, micro-batch 1 of 1), waits in torch.distributed at test_desync.py"
         in error.message
-    )
-
-
-def test_a_late_rank_is_waited_for_and_a_warning_says_where_it_is_now():
-    (mean, warned), late = answers(is_late, "fsdp")
-    assert late == (mean, []) == (0.5, [])
-    assert len(warned) == 1
-    assert re.fullmatch(
-        r"rank 0 has waited \d s for other ranks: rank 0 is in engine.mean \(update 2, micro-batch 1 of 1\); "
-        r"rank 1 is at test_desync.py:\d+ in reads_slowly, outside unishard",
-        warned[0],
     )
 
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import heard, in_ranks, in_turn, on_ranks, play, refused, values
-from harness.training import ADAMW, BACKENDS, DEEP, OTHER, config, everyones, own_share, prepare, train
+from harness.training import ADAMW, BACKENDS, DEEP, OTHER, config, own_share, prepare, train
 from safetensors.torch import load_file
 
-from unishard.testing import oracle
 from unishard.testing.models import mlp
 
 DECAY = 0.8
@@ -86,20 +85,6 @@ def plain_loss(weights, batch, how):
     return model(**batch).loss.item()
 
 
-def of_plain_torch(world):
-    """The average that plain torch keeps."""
-    model = mlp()
-    average = [parameter.detach().clone() for parameter in model.parameters()]
-
-    def update(turn, model):
-        for kept, parameter in zip(average, model.parameters(), strict=True):
-            kept.lerp_(parameter.detach(), 1 - DECAY)
-
-    windows = [everyones(turn, turn + 1, world=world) for turn in range(UPDATES)]
-    oracle.train(model, windows, configured("fsdp", "full_shard"), world=world, after_update=update)
-    return flat(average)
-
-
 CELLS = tuple(
     (backend, *cell)
     for turn, backend in enumerate(BACKENDS)
@@ -109,21 +94,9 @@ CELLS = tuple(
 """The engines take turns."""
 
 
-def cells_of(world):
-    return tuple((averaged, cell) for cell in CELLS if world == 2 or cell[1:] == ("full_shard", "fp32"))
-
-
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.deep), 2, pytest.param(4, marks=pytest.mark.deep)])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_average_is_that_of_plain_torch(backend, world):
-    (wanted,) = on_ranks(of_plain_torch, world, world=1)
-    for found in values(play(cells_of(world), world)[averaged, (backend, "full_shard", "fp32")]):
-        assert found["average"] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-
-
 @pytest.mark.parametrize("cell", CELLS, ids="-".join)
 def test_every_strategy_averages_its_master_weights_and_evaluates_with_them(cell):
-    outcomes, how = values(play(cells_of(2))[averaged, cell]), cell[2]
+    outcomes, how = values(play(tuple((averaged, each) for each in CELLS))[averaged, cell]), cell[2]
     for found in outcomes:
         assert found["average"] == pytest.approx(found["wanted"], rel=1e-6, abs=1e-7)
         rounded = torch.tensor(found["average"]).bfloat16().tolist() if how == PURE else found["average"]

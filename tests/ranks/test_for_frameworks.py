@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-import warnings
 
 import pytest
 import torch
@@ -30,7 +29,6 @@ from torch import nn
 from torch.testing import assert_close
 
 import unishard
-from unishard.testing.features.lora import lora
 from unishard.testing.models import MODELS, llama, mlp
 
 LENGTHS = (3, 1, 2)
@@ -253,23 +251,6 @@ def buffers(backend):
     return refused_names
 
 
-def merged(backend, strategy):
-    """What peft merges, with the names of the base model."""
-    model, own = lora(), lora()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected = own.merge_and_unload().state_dict()
-    with unishard.prepare(model, checked(backend, strategy)) as engine:
-        found = dict(engine.weights.stream(merged=True))
-        assert (
-            found.keys() == {name for name, _ in own.get_base_model().named_parameters()}
-            or found.keys() <= expected.keys()
-        )
-        for name, value in found.items():
-            assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
-        assert any("lora_A" in name for name, _ in engine.weights.stream())
-
-
 def empty_group(backend, strategy):
     """The Trainer makes a group without decay, which has no parameter under PEFT."""
     model = mlp()
@@ -341,7 +322,6 @@ SCENARIOS = (
     *((routed, pair) for pair in FEWER),
     *((generated, (backend,)) for backend in BACKENDS),
     *((buffers, (backend,)) for backend in BACKENDS),
-    *((merged, pair) for pair in FEWER),
     *((empty_group, pair) for pair in FEWER),
     *((seed, (backend,)) for backend in BACKENDS),
     *((again, cell) for cell in FEWER_SPANNING),
@@ -386,11 +366,6 @@ def test_a_routed_model_generates(backend):
 def test_buffers_that_are_saved_are_loaded_with_the_weights(backend):
     for problem in of(buffers, backend):
         assert "scratch is not in the model" in problem
-
-
-@pytest.mark.parametrize("pair", FEWER, ids="-".join)
-def test_weights_are_streamed_with_adapters_merged(pair):
-    of(merged, *pair)
 
 
 @pytest.mark.parametrize("pair", FEWER, ids="-".join)

@@ -11,7 +11,6 @@ from harness import assert_conforms, curve, my_rank, own_share, play, tolerance,
 from harness.training import MICRO_BATCHES, SPANNING, UPDATES, config, configured
 from mistakes.forwards import WIDTH, Block
 from torch import nn
-from torch.distributions import Normal
 from torch.nn import functional
 
 import unishard
@@ -25,11 +24,6 @@ class WithAttribute(Block):
         y = super().forward(x)
         self.aux = {"weight": self.up.weight.square().mean(), "hidden": torch.relu(self.up(x)).square().mean()}
         return y
-
-
-class WithDistribution(Block):
-    def forward(self, x):
-        return Normal(super().forward(x), 1.0)
 
 
 class Prompt(nn.Module):
@@ -56,15 +50,13 @@ class Model(nn.Module):
         torch.manual_seed(5)
         self.kind = kind
         self.stem, self.head = nn.Linear(IN, WIDTH), nn.Linear(WIDTH, CLASSES)
-        made = {"attribute": WithAttribute, "distribution": WithDistribution, "no units": nn.Identity}.get(kind, Prompt)
+        made = {"attribute": WithAttribute, "no units": nn.Identity}.get(kind, Prompt)
         self.layers = nn.ModuleList(made() for _ in range(2))
 
     def forward(self, x, labels):
         x, aux = self.stem(x), 0.0
         for layer in self.layers:
-            if self.kind == "distribution":
-                x = layer(x).mean
-            elif self.kind == "weight":
+            if self.kind == "weight":
                 x = x * layer()
             elif self.kind == "view":
                 x = x * layer(len(x))
@@ -75,19 +67,12 @@ class Model(nn.Module):
         return Answer(functional.cross_entropy(self.head(x).float(), labels) + aux)
 
 
-KINDS = ("attribute", "distribution", "no units", "weight", "view")
-REFUSED = (("deepspeed", "full_shard"),)
-"""Where the tensors of a unit's distribution are not found."""
-CELLS = tuple(
-    (kind, *cell)
-    for kind in KINDS
-    for cell in (*SPANNING, ("fsdp", "full_shard", "fp32"))
-    if kind != "distribution" or cell[:2] not in REFUSED
-)
+KINDS = ("attribute", "no units", "weight", "view")
+CELLS = tuple((kind, *cell) for kind in KINDS for cell in (*SPANNING, ("fsdp", "full_shard", "fp32")))
 
 
 def sharding(kind, strategy):
-    units = {"attribute": ["WithAttribute"], "distribution": ["WithDistribution"], "no units": "auto"}
+    units = {"attribute": ["WithAttribute"], "no units": "auto"}
     return strategy if strategy == "no_shard" else {"strategy": strategy, "units": units.get(kind, ["Prompt"])}
 
 

@@ -201,7 +201,3 @@ def test_mpirun_starts_the_same_script(folder):
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     words = ["mpirun", "-np", "2", "--oversubscribe", sys.executable]
     assert started_by(folder, *words, MASTER_ADDR="127.0.0.1", MASTER_PORT="29732", **root) == TWO_RANKS
-
-
-def test_plain_python_starts_the_same_script(folder):
-    assert started_by(folder, sys.executable) == ["rank 0 of 1, seed 6"]

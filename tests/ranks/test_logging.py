@@ -4,8 +4,6 @@ step twice."""
 from __future__ import annotations
 
 import json
-import re
-import sys
 import time
 from pathlib import Path
 
@@ -203,39 +201,7 @@ def test_own_values_stand_with_the_step_that_has_just_ended(backend, root):
     assert "mine" in found[4]
 
 
-# -- resuming --------------------------------------------------------------------------------------
-
-
-@in_turn
-@in_ranks
-def test_a_resumed_run_has_each_step_once(backend, root):
-    """A run that ends at step 5 and has saved step 4; the same program resumes it."""
-    for count in (5, 7):
-        checkpoint = {"dir": f"{root}/saved", "every_steps": 2, "on_existing": "resume"}
-        with prepare(config(backend, "no_shard", checkpoint=checkpoint, logging=logging(root))) as engine:
-            train(engine, own_share(count))
-    assert [line["step"] for line in lines(root) if "loss" in line] == list(range(1, 12))
-
-
-# -- nothing asked ---------------------------------------------------------------------------------
-
-
-@in_turn
-@in_ranks
-def test_a_step_without_logging_calls_nothing_of_it(backend):
-    called = []
-
-    def profile(frame, event, argument):
-        if event == "call" and re.search(r"/observe/(recorder|throughput|destinations/)", frame.f_code.co_filename):
-            called.append(frame.f_code.co_name)
-
-    with prepare(config(backend, "no_shard")) as engine:
-        train(engine, own_share(1))
-        sys.setprofile(profile)
-        train(engine, own_share(2))
-        engine.log(accuracy=1.0)
-        sys.setprofile(None)
-    assert called == []
+# -- what cannot be written ------------------------------------------------------------------------
 
 
 @in_turn

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import unishard
-from unishard.engine.model.facts import facts_of
 from unishard.testing.features.lora import lora
 from unishard.testing.models import mlp
 
@@ -279,8 +278,3 @@ def test_a_tie_stays_one_parameter_under_all_its_names(backend, strategy):
         *_, (_, step) = train(engine, own_share(2, "llama"))
         assert torch.equal(own(get(first)), before)
     assert step.updated
-
-
-def test_what_prepare_allows_an_engine_to_hold_counts_frozen_parameters_in_their_own_format():
-    facts = facts_of(lora(torch.bfloat16))
-    assert (facts.trainable, facts.frozen_bytes) == (TRAINABLE, 2 * FROZEN)

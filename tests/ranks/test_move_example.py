@@ -106,26 +106,3 @@ def test_a_folder_that_is_there_is_not_gone_on_with(tmp_path):
     done = shell(tmp_path, tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert f"{tmp_path} already exists" in done.stderr
-
-
-def drawn(folder):
-    """What the drawing says about each bad pair of files."""
-    said = []
-    for stayed, moved in (("two", "one"), ("two", "empty"), ("missing", "two"), ("two", "broken")):
-        try:
-            run_scripts(EXAMPLES / "draw_move.py", [f"{folder}/{each}" for each in (stayed, moved, "picture.png")])
-        except SystemExit as end:
-            said.append(str(end))
-    return said
-
-
-def test_what_cannot_be_drawn_is_told(tmp_path):
-    line = '{"update": 1, "loss": 2.0, "run": "here"}\n'
-    for name, content in {"one": line, "two": line * 2, "empty": "", "broken": line + "{\n"}.items():
-        (tmp_path / name).write_text(content, encoding="utf-8")
-    (said,) = run_ranks(1, drawn, str(tmp_path))
-    lengths, empty, missing, broken = said
-    assert lengths.endswith("two has 2 updates and " + f"{tmp_path}/one has 1; they must have as many")
-    assert "empty is empty" in empty
-    assert "No such file" in missing
-    assert "broken: " in broken

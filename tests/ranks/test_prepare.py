@@ -16,13 +16,12 @@ import pytest
 import torch
 from forking import in_a_fork
 from harness import EACH, curve, in_ranks, my_rank, own_share, prepare, refused, run_script, train
-from harness.training import BACKENDS, PAIRS, SPANNING, config, everyones
-from torch import nn
+from harness.training import BACKENDS, PAIRS, config, everyones
 
 import unishard
 from unishard.contract import registry
 from unishard.testing import oracle
-from unishard.testing.models import Mlp, mlp
+from unishard.testing.models import mlp
 
 # -- what trains -----------------------------------------------------------------------------------
 
@@ -40,27 +39,6 @@ def test_rank_0s_model_and_buffers_are_trained_whatever_the_other_ranks_drew(bac
         found = curve(train(engine, own_share(4)))
     assert found.losses == pytest.approx(wanted.losses, rel=2e-6)
     assert found.norms == pytest.approx(wanted.norms, rel=2e-5)
-
-
-class Watched(nn.Linear):
-    """Notes the formats in which it runs."""
-
-    seen = ()
-
-    def forward(self, x):
-        out = super().forward(x)
-        self.seen = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in (x, self.weight, self.bias, out))
-        return out
-
-
-class Watching(Mlp):
-    """With a buffer that bf16 cannot hold, and one of integers."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("fine", torch.tensor([1.0 + 2**-20, 3.0]))
-        self.register_buffer("count", torch.tensor(2**40 + 1))
-        self.head = Watched(23, 11)
 
 
 @in_ranks(cells=PAIRS)
@@ -82,21 +60,6 @@ def test_a_closed_engine_leaves_nothing_on_the_device_when_the_next_is_prepared(
             assert [each() for each in before] == [None] * len(before)
     finally:
         gc.enable()
-
-
-@in_ranks(cells=SPANNING)
-def test_it_computes_in_the_asked_format_over_fp32_masters_and_buffers_keep_theirs(backend, strategy, precision):
-    with unishard.prepare(Watching(), config(backend, strategy, precision=precision)) as engine:
-        train(engine, own_share(2))
-        placement, module = engine.weights.placement(), engine.module
-        buffers = {name: (buffer.dtype, buffer.flatten()[0].item()) for name, buffer in module.named_buffers()}
-    assert placement.master_dtypes == {"float32"}
-    assert module.head.seen == ({"fp32": "float32", "bf16": "bfloat16"}[precision],) * 4
-    assert buffers == {
-        "center": (torch.float32, torch.tensor(-0.3).item()),
-        "fine": (torch.float32, 1.0 + 2**-20),
-        "count": (torch.int64, 2**40 + 1),
-    }
 
 
 # -- the check after prepare -----------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import BACKENDS, DEEP, PAIRS, STRATEGIES, own_share, play, prepare, refused, values
+from harness import BACKENDS, DEEP, PAIRS, STRATEGIES, own_share, play, prepare, values
 from harness import checked as config
 from waiting import Wait, Waits
 
@@ -172,28 +172,3 @@ def test_an_update_that_is_skipped_leaves_no_trace(engine, reads):
                 rate[:2] for rate in without["rates"]
             ]
             assert with_nan["rates"][4][:2] == with_nan["rates"][3][:2]
-
-
-# -- gradients that the script changes -------------------------------------------------------------
-
-
-def edited(backend: str, at: int) -> list[int]:
-    """The updates whose step is refused, of a script that doubles the gradients of one."""
-    refusals = []
-    with prepare(config(backend, "no_shard")) as engine:
-        for turn, batch in enumerate(own_share(14)):
-            engine.backward(engine(**batch).loss)
-            if turn == at:
-                for parameter in engine.module.parameters():
-                    parameter.grad.mul_(2)
-            if "gradients were changed" in refused(engine.step):
-                refusals.append(turn)
-                engine.discard()
-    return refusals
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_change_of_gradients_is_refused_at_once_in_every_update(backend):
-    cells = tuple((edited, (each, at)) for each in BACKENDS for at in (1, 10, 11))
-    for at in (1, 10, 11):
-        assert values(play(cells)[edited, (backend, at)]) == [[at], [at]]

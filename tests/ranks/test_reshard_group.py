@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ACCUMULATION, BACKENDS, DEEP, config, configured, curve, error, own_share, play, train, values
+from harness import ACCUMULATION, DEEP, config, configured, curve, own_share, play, train, values
 from recording import BLOCK, PARAMETERS, Countable, Recorder
 
 import unishard
@@ -167,10 +167,6 @@ class InGroups(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def of_three(backend):
-    unishard.prepare(mlp(), config(backend, {"strategy": "full_shard", "reshard_after_forward": 3}))
-
-
 SCENARIOS = (
     *((trained, (kept, *cell)) for cell, some in TRAINED.items() for kept in some),
     *((written, (kept,)) for kept in KEPT[:2]),
@@ -178,7 +174,6 @@ SCENARIOS = (
     *((gathered_in_a_window, (kept,)) for kept in KEPT[:2]),
     *((side_by_side, (size,)) for size in (1, GROUP) if DEEP),
     *((inferred, (kept,)) for kept in KEPT[:2]),
-    *((of_three, (backend,)) for backend in BACKENDS),
 )
 
 
@@ -238,10 +233,3 @@ def test_deepspeed_gathers_among_all_ranks_only_in_the_first_forward_of_a_window
         assert found == [[whole, whole, {}]] * 4
     for found in values(played(gathered_in_a_window, GROUP)):
         assert found == [[whole, near, {}], [near, near, {}]] * 2
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_group_that_does_not_divide_the_ranks_is_refused(played, backend):
-    assert "is 3, which does not divide the 4 ranks that share one copy; write 2, true or false" in error(
-        played(of_three, backend)
-    )

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections import Counter
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from harness import BACKENDS, config, in_ranks, refused
+from harness import BACKENDS, in_ranks, refused
 from harness.training import DEEP, EACH
 from sequence_models import LENGTH, VOCABULARY, Own, Packed, batch_of, build
 from test_sequence import assert_equal, configured, expected, trained
@@ -22,7 +19,6 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import unishard
-from benchmarks.calls import own_place
 from unishard.sequence import tiles
 
 METHODS = ("ulysses", "allgather")
@@ -51,31 +47,6 @@ def test_each_rank_shows_the_loss_of_the_whole_micro_batch(backend):
     assert loss.item() == pytest.approx(whole.item(), rel=1e-6)
     assert norm == pytest.approx(torch.nn.utils.get_total_norm([each.grad for each in plain.parameters()]).item())
     assert _everyones(loss.item()) == [loss.item()] * 2
-
-
-@in_ranks(world=4, cells=EACH, in_turn=True)
-def test_an_epoch_has_each_sample_once_whatever_the_size(backend):
-    read = {}
-    for size in (1, 2, 4):
-        cfg = configured(backend, size=size, training={"micro_batch_size": 1})
-        with unishard.prepare(build("own"), cfg):
-            mine = [tuple(batch["input_ids"][0].tolist()) for batch in unishard.dataloader(Packed(24), cfg)]
-            everyones = _everyones(mine)
-        assert all(each == everyones[rank - rank % size] for rank, each in enumerate(everyones))
-        read[size] = Counter(sample for of_group in everyones[::size] for sample in of_group)
-    assert read[1] == read[2] == read[4]
-    assert set(read[1].values()) == {1}
-
-
-@in_ranks(cells=EACH, in_turn=True)
-def test_a_batch_keeps_its_names_and_its_other_values(backend):
-    cfg = configured(backend)
-    whole = batch_of(Packed(packed=False), 0) | {"source": "a", "weight": torch.ones(2)}
-    with unishard.prepare(build("llama"), cfg) as engine:
-        (part,) = engine.batches([whole])
-    assert set(part) == {*whole, "position_ids", "shift_labels"}
-    assert part["source"] == "a"
-    assert part["labels"].shape == part["shift_labels"].shape == part["input_ids"].shape == (2, 12)
 
 
 @in_ranks(cells=tuple((backend, METHODS[number % 2]) for number, backend in enumerate(BACKENDS)))
@@ -227,46 +198,6 @@ def test_a_model_that_fails_with_a_part_is_no_traceback(backend):
         "ModelError: the model fails where each rank has a part of its sequences: RuntimeError: The size"
     )
     assert "parallel.sequence.keys" in message
-
-
-def _called(engine: Any, batches: Any) -> tuple[list[float], Counter[str]]:
-    """Losses and norms of two updates to the bit, and how often each function of unishard was called in the second."""
-    calls: Counter[str] = Counter()
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and own_place(frame.f_code.co_filename):
-            calls[f"{Path(frame.f_code.co_filename).parent.name}/{frame.f_code.co_qualname}"] += 1
-
-    figures: list[float] = []
-    for turn, batch in enumerate(engine.batches(batches)):
-        sys.setprofile(count if turn else None)
-        try:
-            loss = engine(**batch).loss
-            engine.backward(loss)
-            step = engine.step()
-        finally:
-            sys.setprofile(None)
-        figures += [loss.item(), step.grad_norm]
-    return figures, calls
-
-
-@in_ranks(cells=EACH, in_turn=True)
-def test_without_the_section_nothing_changes(backend):
-    """To the bit, and by the calls of an update; the batch is what the loader gave."""
-    found = []
-    batches = [batch_of(Packed(), 4 * turn) for turn in range(2)]
-    for section in (None, {"sequence": 1}):
-        cfg = config(backend, parallel=section)
-        with unishard.prepare(build("llama"), cfg) as engine:
-            assert engine.module.config._attn_implementation == "sdpa"
-            (yielded, _) = engine.batches(batches)
-            assert yielded.keys() == batches[0].keys()
-            assert all(torch.equal(yielded[name], batches[0][name]) for name in yielded)
-            found.append(_called(engine, batches))
-    assert found[0] == found[1]
-    of_section = [name for _, calls in found for name in calls if name.startswith("sequence/")]
-    assert of_section == []
-    assert found[0][1].total() > 100
 
 
 class Largest(TorchDispatchMode):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from itertools import product
 
-import pytest
 import torch
 from harness import (
     BACKENDS,
@@ -21,29 +20,10 @@ from harness import (
     train,
     update,
 )
-from recording import Recorder
 
 import unishard
 
 # -- num_items -------------------------------------------------------------------------------------
-
-
-COUNTS = ((2, 2), (1, 3), (torch.tensor([0]), torch.tensor(4)))
-NAMED = {"even": COUNTS[0], "uneven": COUNTS[1], "tensors": COUNTS[2]}
-
-
-@in_ranks(cells=tuple(product(BACKENDS, NAMED)), in_turn=True)
-def test_only_the_number_of_items_of_all_ranks_counts(backend, name):
-    """Norms of windows of two micro-batches whose losses are twice the mean, over so many items of each rank."""
-    training, norms = {"gradient_accumulation_steps": 2}, []
-    with prepare(config(backend, "shard_grad_op", training=training, optimizer={"name": "sgd", "lr": 0.0})) as engine:
-        for batch in engine.batches(own_share(2)):
-            engine.backward(2 * engine(**batch).loss, num_items=NAMED[name][my_rank()])
-            norms.append(engine.step().grad_norm)
-        for batch in engine.batches(own_share(2)):
-            norms.append(update(engine, batch).grad_norm)
-    # Two micro-batches of 4 items on 2 ranks: the sum of 4 losses, doubled, over 8 items is their mean.
-    assert norms == [None, pytest.approx(norms[3], rel=1e-6), None, norms[3]]
 
 
 BAD = {
@@ -69,34 +49,6 @@ def test_counts_that_mean_nothing_are_refused(backend, name):
     assert wanted in said
 
 
-@in_ranks(cells=EACH, in_turn=True)
-def test_items_are_added_up_while_backward_runs(backend):
-    """Sums of int64 by the phase in which they are started."""
-    for items, phases in ((None, []), (4, ["backward"])):
-        with prepare(config(backend, "full_shard")) as engine:
-            (batch,) = own_share(1)
-            loss = engine(**batch).loss
-            recorder = Recorder()
-            with recorder:
-                recorder.phase = "backward"
-                engine.backward(loss, num_items=items)
-                recorder.phase = "step"
-                engine.step()
-        sums = [event.phase for event in recorder.events if (event.kind, event.dtype) == ("all_reduce", "int64")]
-        assert sums == phases
-
-
-@in_ranks(cells=EACH, in_turn=True)
-def test_a_window_without_items_is_an_error_that_leaves_the_engine_usable(backend):
-    with prepare(config(backend, "no_shard")) as engine:
-        (batch,) = own_share(1)
-        engine.backward(0 * engine(**batch).loss, num_items=0)
-        said = refused(engine.step)
-        ((_, step),) = train(engine, own_share(1))
-    assert "num_items add up to 0 over the accumulation window" in said
-    assert step.updated
-
-
 # -- windows ---------------------------------------------------------------------------------------
 
 
@@ -116,17 +68,10 @@ def test_windows_are_as_long_as_the_config_says_and_the_last_as_the_data(backend
 
 
 @in_ranks(cells=EACH, in_turn=True)
-def test_a_length_must_be_positive_and_a_window_be_used_up(backend):
-    def left_early(engine):
-        for window in engine.windows(own_share(3), lengths=[2, 1]):
-            update(engine, window[0])
-
+def test_a_length_must_be_positive(backend):
     with prepare(config(backend, "no_shard")) as engine:
         length = refused(next, engine.windows(own_share(2), lengths=[0]))
-    with prepare(config(backend, "no_shard")) as engine:
-        window = refused(left_early, engine)
     assert "an accumulation window needs at least 1 batch, got a length of 0" in length
-    assert "a new accumulation window starts after 1 of 2 micro-batches" in window
 
 
 # -- nonfinite -------------------------------------------------------------------------------------

@@ -110,19 +110,6 @@ def test_nothing_is_searched_for_garbage_at_the_end(config: Path) -> None:
     assert (result.returncode, result.stdout) == (0, f"unishard {unishard.__version__}\nTrue\n")
 
 
-def test_a_reader_that_goes_away_is_no_error(config: Path) -> None:
-    process = subprocess.run(
-        f"'{sys.executable}' -m unishard schema | head -c 10",
-        shell=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ},
-    )
-    assert process.stderr == ""
-
-
 @pytest.mark.parametrize(
     "command", ["--version", "backends", f"explain '{TINY}'", f"translate '{TINY}' --to unishard --report none"]
 )
@@ -183,25 +170,3 @@ def test_demo_is_called_with_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(unishard.tools.demo.comparison, "run_demo", lambda **arguments: calls.append(arguments))
     assert run("demo", "--out", "there", "--world-size", "3", "--steps", "5").exit_code == 0
     assert calls == [{"out": Path("there"), "world_size": 3, "steps": 5}]
-
-
-def test_demo_that_fails_has_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    import unishard.tools.demo.comparison
-
-    def fail(**_: object) -> None:
-        raise unishard.BackendError("the demo needs torch")
-
-    monkeypatch.setattr(unishard.tools.demo.comparison, "run_demo", fail)
-    result = run("demo")
-    assert (result.exit_code, result.stderr) == (1, "the demo needs torch\n")
-
-
-def test_demo_into_what_is_no_folder(config: Path) -> None:
-    Path("file").touch()
-    Path("folder/fsdp.json").mkdir(parents=True)
-    for out, where in (
-        ("file", "file: cannot be opened (File exists)"),
-        ("folder", "folder/fsdp.json: cannot be opened (Is a directory)"),
-    ):
-        result = run("demo", "--out", out)
-        assert (result.exit_code, result.stderr) == (1, f"{where}; name another file or directory\n")

@@ -273,15 +273,6 @@ def test_what_contradicts_the_ranks_is_refused(config: Path) -> None:
     assert result.stderr.startswith("c.yaml:2: training.global_batch_size: is 6, but ")
 
 
-def test_groups_that_do_not_fit_the_nodes_are_refused(config: Path) -> None:
-    config.write_text("sharding: hybrid_shard\n")
-    result = run(
-        "translate", "c.yaml", "--to", "unishard", "--report", "none", "--world-size", "4", "--gpus-per-node", "1"
-    )
-    assert result.exit_code == 1
-    assert result.stderr.startswith("c.yaml: sharding.group_size: is not set, and a node has 1 rank")
-
-
 def test_nodes_that_are_not_equal_are_a_usage_error() -> None:
     result = run("translate", TINY, "--to", "unishard", "--world-size", "6", "--gpus-per-node", "4")
     assert result.exit_code == 2
@@ -317,20 +308,10 @@ def test_what_is_undecided_cannot_be_loaded_until_it_is_decided(config: Path, pr
     assert unishard.load(config, ["training.micro_batch_size=4"]).training.micro_batch_size == 4
 
 
-def test_an_environment_variable_is_still_named_as_one(config: Path) -> None:
-    config.write_text("training:\n  micro_batch_size: ${BATCH}\n")
-    with pytest.raises(unishard.ConfigError, match=r"contains \$\{BATCH\}, but environment variables are not expanded"):
-        unishard.load(config)
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (b"", "is empty, and a config is a mapping of keys to values; name another file"),
-        (b"\xff\xfe\x00", "is not UTF-8 text (byte 0xff at offset 0)"),
-        (b"a" * (2**20 + 1), "is larger than 1048576 bytes"),
-        (b"- a\n", "is a list, and a config is a mapping"),
-        (b"{{{", "is not YAML"),
         (b"title: x\n", "matches no known format (its keys: title); name one with `unishard translate --from`"),
     ],
 )
@@ -341,19 +322,6 @@ def test_what_is_no_config_is_one_message(config: Path, content: bytes, said: st
     assert result.stderr.startswith("c.yaml")
     assert said in result.stderr
     assert len(result.stderr.splitlines()) == 1
-
-
-def test_a_file_that_is_not_there_and_a_folder(config: Path) -> None:
-    assert "nowhere.yaml: file not found" in run("translate", "nowhere.yaml", "--to", "unishard").stderr
-    assert ".: is a directory" in run("translate", ".", "--to", "unishard").stderr
-
-
-def test_unknown_format() -> None:
-    result = run("translate", TINY, "--to", "unishrd")
-    assert result.exit_code == 1
-    assert result.stderr.startswith(
-        "no format named 'unishrd'; did you mean 'unishard'? installed: accelerate, deepspeed, "
-    )
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:

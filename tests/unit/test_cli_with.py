@@ -73,18 +73,3 @@ def test_the_command_that_works_has_it_too() -> None:
     assert command[command.index("--with") + 1] == COMMAND
     again = run(*command[1:])
     assert again.exit_code == 0, again.stderr
-
-
-def test_a_recipe_without_an_engine_is_refused_with_what_to_add() -> None:
-    Path("sft.yaml").write_text("per_device_train_batch_size: 2\nlearning_rate: 1.0e-4\nbf16: true\nmax_steps: 9\n")
-    for target in ("unishard", "deepspeed", "accelerate"):
-        result = run("translate", "sft.yaml", "--to", target)
-        assert (result.exit_code, result.stdout) == (1, "")
-        said = one_line(result.stderr)
-        for way in ("--with zero3.yaml", "--with 'accelerate launch --config_file ...'", "--set sharding.strategy=..."):
-            assert way in said
-    result = run("translate", "sft.yaml", "--to", "unishard", "--set", "sharding.strategy=no_shard")
-    assert (result.exit_code, "strategy: no_shard" in result.stdout) == (0, True)
-    result = run("translate", "sft.yaml", "--to", "unishard", "--with", "torchrun --nproc_per_node 2 t.py sft.yaml")
-    assert (result.exit_code, "strategy: no_shard" in result.stdout) == (0, True)
-    assert "fsdp = false -> backend, sharding.strategy (the command)" in one_line(result.stderr)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from unishard import Config, ConfigError
+from unishard import Config
 from unishard.config import Section, leaves, value_at
 
 ALIASES = [
@@ -76,13 +76,6 @@ def test_leaves_are_the_fields_that_hold_values() -> None:
     cfg = Config()
     for path, field in leaves(Config):
         assert value_at(cfg, path) == field.get_default(call_default_factory=True, validated_data={"name": "adamw"})
-
-
-def test_frozen() -> None:
-    with pytest.raises(
-        ConfigError, match=r"strict: cannot be set, because a config is frozen; write cfg = cfg.override\("
-    ):
-        Config().strict = True  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from itertools import product
 from typing import Any
@@ -15,7 +13,6 @@ from unishard.config import Config
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.report import Translation
-from unishard.errors import ConfigError
 from unishard_deepspeed import backend
 from unishard_deepspeed.keys import ROWS, Use, used
 
@@ -27,33 +24,6 @@ PRECISIONS = ["fp32", "bf16", {"compute": "bf16", "reduce": "bf16"}, "fp16"]
 
 def translate(world: int = 2, **sections: Any) -> Translation:
     return backend.translate(Config.model_validate(sections), Topology(world_size=world, local_world_size=world))
-
-
-def problems(native: dict[str, Any]) -> dict[str, str]:
-    with pytest.raises(ConfigError) as caught:
-        translate(native={"deepspeed": native})
-    return {problem.path.removeprefix("native.deepspeed."): problem.what for problem in caught.value.problems}
-
-
-def test_the_native_config_is_json() -> None:
-    native = translate(offload="cpu", precision="bf16", training={"gradient_clipping": 0.5}).native
-    assert json.loads(json.dumps(native)) == native
-
-
-def test_all_native_problems_are_told_at_once() -> None:
-    assert len(problems({"amp": {}, "stage": 3, "bf16": {"enabled": True}})) == 3
-
-
-def test_translating_imports_neither_torch_nor_deepspeed() -> None:
-    code = """
-import sys
-from unishard_deepspeed import backend
-from unishard.config import Config
-from unishard.config.topology import Topology
-backend.translate(Config(), Topology())
-sys.exit(bool({"torch", "deepspeed"} & sys.modules.keys()))
-"""
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 @pytest.fixture(scope="module")

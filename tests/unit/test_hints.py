@@ -40,31 +40,6 @@ def test_no_name_is_one_of_ours() -> None:
     assert {path.rpartition(".")[2] for path in FIELDS}.isdisjoint(hints.IN_SCRIPT)
 
 
-@pytest.mark.parametrize(
-    ("text", "tool"),
-    [
-        (
-            '{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}',
-            "DeepSpeed",
-        ),
-        ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\n", "Accelerate"),
-        (
-            "output_dir: out\nper_device_train_batch_size: 4\nlearning_rate: 1e-4\nbf16: true\n",
-            "transformers' TrainingArguments",
-        ),
-    ],
-)
-def test_a_config_of_another_tool_is_one_error_with_the_command(text: str, tool: str, tmp_path: Path) -> None:
-    file = tmp_path / "c.json"
-    file.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        unishard.load(file)
-    message = str(caught.value)
-    assert message.startswith(f"{file}: is a config of {tool} (")
-    assert message.endswith(f"not of unishard; translate it: unishard translate {file} --to unishard -o train.yaml")
-    assert "\n" not in message
-
-
 def test_a_config_of_a_tool_that_is_not_translated_is_one_error_too(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("base_model: llama\nsequence_len: 4096\nmicro_batch_size: 2\nlearning_rate: 1e-4\n")

@@ -20,7 +20,6 @@ from running import run
 import unishard
 from unishard import ConfigError
 from unishard.config import Config, LaunchSettings
-from unishard.config.loading import hostfile
 from unishard.config.loading.launched import CONFIG, OVERRIDES, variables
 from unishard.tools.launch import running
 from unishard.tools.launch.command import Host, Script, ShellText, TorchrunCommand, command_of
@@ -370,6 +369,7 @@ def test_what_ray_is_asked_for(project: Path) -> None:
 def test_the_manifest_of_the_example_starts_torchrun_in_each_pod() -> None:
     job = YAML(typ="safe").load((ROOT / "examples" / "train_gpt.k8s.yaml").read_text(encoding="utf-8"))
     replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert {*replicas} == {"Master", "Worker"}
     for name, role in replicas.items():
         (container,) = role["template"]["spec"]["containers"]
         program, script, *arguments = container["command"]
@@ -385,15 +385,6 @@ def test_the_manifest_of_the_example_starts_torchrun_in_each_pod() -> None:
 def test_a_command_is_quoted_for_a_shell() -> None:
     command = TorchrunCommand(("torchrun", ShellText("$head:$port"), "a b", "$HOME"), {"A": "it's"})
     assert command.line() == "A='it'\"'\"'s' torchrun \"$head:$port\" 'a b' '$HOME'"
-
-
-@pytest.mark.parametrize(
-    "content", [b"a\x00b slots=2\n", b"\xff\xfe", b"[" * 2_000_000], ids=["nul", "no text", "large"]
-)
-def test_a_hostfile_that_is_none_is_one_error(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "hosts").write_bytes(content)
-    with pytest.raises(ConfigError, match=str(tmp_path / "hosts")):
-        hostfile.hosts_of(tmp_path / "hosts")
 
 
 def test_of_failures_in_one_second_the_one_that_says_why_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,6 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
@@ -36,26 +34,6 @@ def test_ours_are_found() -> None:
         backend = registry.get(name)
         assert isinstance(backend, Backend)
         assert backend.name == name
-
-
-def test_a_name_offered_twice_is_refused_with_both_distributions() -> None:
-    with pytest.raises(BackendError) as caught:
-        registry.select(
-            [point("fsdp", "unishard_fsdp:backend", "unishard"), point("fsdp", "other:backend", "unishard-other")]
-        )
-    assert str(caught.value) == (
-        "backend 'fsdp' is offered twice: unishard_fsdp:backend by unishard and other:backend by unishard-other; "
-        "uninstall one of the two"
-    )
-
-
-def test_a_format_offered_twice_is_refused_with_both_distributions() -> None:
-    ours = point("hf", "unishard.formats.hf:FORMAT", "unishard", registry.FORMATS)
-    with pytest.raises(
-        BackendError,
-        match=r"format 'hf' is offered twice: \S+ by unishard and other:FORMAT by unishard-other; uninstall",
-    ):
-        registry.select([ours, point("hf", "other:FORMAT", "unishard-other", registry.FORMATS)])
 
 
 @pytest.mark.parametrize("group", [registry.GROUP, registry.FORMATS])
@@ -120,20 +98,6 @@ def test_of_a_distribution_that_is_on_the_path_twice_the_first_counts(install: C
     install("other_engine", "2.0", "other = other_engine:backend")
     assert registry.available()["other"].value == "other_engine:backend"
     assert "older" not in registry.available()
-
-
-def test_unknown_name() -> None:
-    with pytest.raises(BackendError, match="no backend named 'deepsped'; did you mean 'deepspeed'"):
-        registry.get("deepsped")
-    with pytest.raises(BackendError, match="no backend named 'megatron'; installed: deepspeed, fsdp"):
-        registry.get("megatron")
-
-
-def test_how_to_install_what_is_missing() -> None:
-    needy = SimpleNamespace(requires={"json": "torch", "no_such_package": "deepspeed", "nor_this": "deepspeed"})
-    assert registry.missing(cast(Backend, needy)) == "pip install 'unishard[deepspeed]'"
-    content = SimpleNamespace(requires={"json": "torch"})
-    assert registry.missing(cast(Backend, content)) is None
 
 
 def test_bare_checkout(tmp_path: Path) -> None:

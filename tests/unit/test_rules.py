@@ -47,11 +47,6 @@ def test_every_case_says_how_it_differs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_the_default_config_needs_no_approximation(name: str) -> None:
-    translate(Config(), backend=name).check(strict=True)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
 @given(document=documents(), topology=topologies)
 def test_translation(name: str, document: dict[str, Any], topology: Topology) -> None:
     cfg = unishard.load(document)
@@ -99,15 +94,6 @@ def test_the_backend_word_changes_nothing_in_a_translation(
         for word in BACKENDS
     ]
     assert natives[0] == natives[1]
-
-
-@given(document=documents())
-def test_load_of_a_dump(tmp_path_factory: pytest.TempPathFactory, document: dict[str, Any]) -> None:
-    cfg = unishard.load(document)
-    assert unishard.load(cfg.model_dump(exclude_unset=True)) == cfg
-    path: Path = tmp_path_factory.getbasetemp() / "dump.yaml"
-    path.write_text(cfg.model_dump_json(exclude_unset=True, indent=2))
-    assert unishard.load(path) == cfg
 
 
 @given(text=st.text(alphabet=" \n\t-:,.[]{}'\"#&*!|>%@`?<=~$_ab1eé\0\x85\u2028"))

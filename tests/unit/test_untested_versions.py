@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,23 +45,6 @@ def test_what_several_backends_were_tested_on() -> None:
     assert tested_versions.span(("2.11", "2.13")) == "2.11, 2.13"
     assert tested_versions.span(("1",)) == "1"
     assert tested_versions.span(()) == "none"
-
-
-def test_an_untested_version_is_one_warning_on_rank_0(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    versions = {"torch": "9.0.1", "engine": "3.0", "fine": "1.2"}
-    monkeypatch.setattr(tested_versions, "version_of", versions.get)
-    odd = backend(torch=("2.11", "2.12"), engine=("2",), fine=("1",))
-    tested_versions.warn_if_untested(odd, 1)
-    assert caplog.records == []
-    tested_versions.warn_if_untested(odd, 0)
-    tested_versions.warn_if_untested(odd, 0)
-    assert [(record.name, record.levelno) for record in caplog.records] == [("unishard", logging.WARNING)]
-    assert caplog.messages == [
-        "torch 9.0.1 was not tested with backend b (tested: 2.11 to 2.12); engine 3.0 was not tested with backend b "
-        "(tested: 2); run `unishard doctor` to check this environment"
-    ]
 
 
 def test_tested_versions_are_no_news(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
