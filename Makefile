@@ -5,9 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 GPU_OUT ?= gpu-out
-PEERS := --json benchmarks/peers/measured.json --page docs/performance.md --readme README.md --picture docs/peers.svg
-SEQUENCE := --json benchmarks/sequence/measured.json --page docs/performance.md
-FRAMEWORKS := --json benchmarks/frameworks/measured.json --page docs/performance.md --readme README.md
+# What a benchmark writes.
+WRITES_peers := --json benchmarks/peers/measured.json --page docs/performance.md --readme README.md --picture docs/peers.svg
+WRITES_sequence := --json benchmarks/sequence/measured.json --page docs/performance.md
+WRITES_frameworks := --json benchmarks/frameworks/measured.json --page docs/performance.md --readme README.md
+WRITES_first_step := --json benchmarks/first_step/measured.json --page docs/performance.md
+WRITES_goodput := --json benchmarks/goodput/measured.json --page docs/goodput.md
 # Four processes, a file of tests at a time, in the order of tests/conftest.py: ranks wait for each other, and fewer leave cores idle.
 PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
@@ -15,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick coverage lint type docs site wheel audit fuzz corpus crash kill faults soak parity matrix mistakes models versions bench gpu gpu-wheels device-sim clean
+.PHONY: help setup demo test quick coverage lint type docs site wheel audit fuzz corpus crash kill integrity faults soak parity matrix mistakes models versions bench gpu gpu-wheels device-sim clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +75,11 @@ crash: $(READY) ## Kill ranks at every moment of a save and look at what is left
 kill: $(READY) ## Kill ranks and launchers at random and start them again (15 s a kill); N=... for that many kills.
 	PYTHONPATH=tests/ranks $(BIN)/python tests/ranks/killing.py $(if $(N),$(N)) $(ARGS)
 
+integrity: $(READY) ## Kill saves and runs and damage files, and write docs/integrity.md (5 minutes); SAVES=100 RUNS=12 for how many are killed.
+	$(BIN)/python tests/ranks/rotting.py --record
+	$(BIN)/python tests/ranks/crashing.py --record --points $(or $(SAVES),100)
+	PYTHONPATH=tests/ranks $(BIN)/python tests/ranks/killing.py $(or $(RUNS),12) --record
+
 faults: $(READY) ## Play every fault of docs/reliability.md on both engines and note how long each takes (minutes); ONLY="kill -9" for some.
 	PYTHONPATH=tests/ranks $(BIN)/python -m faults.page $(if $(ONLY),--only '$(ONLY)')
 
@@ -96,10 +104,8 @@ versions: $(READY) ## Try other versions, an environment each (hours); ONLY=torc
 	$(BIN)/python tests/versions/make_versions.py $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 # Each benchmark in turn; the machine should do nothing else meanwhile.
-bench: $(READY) ## Measure steps beside loops by hand and frameworks' own, translations, saves; ONLY="peers frameworks" for some, BUDGET= seconds of these.
-	$(foreach each,$(or $(ONLY),overhead calls translate checkpoint stream scale peers frameworks sequence muon),$(BIN)/python -m benchmarks.$(each)\
-	  $(if $(filter peers,$(each)),$(PEERS)) $(if $(filter frameworks,$(each)),$(FRAMEWORKS))\
-	  $(if $(filter sequence,$(each)),$(SEQUENCE))\
+bench: $(READY) ## Measure steps beside loops by hand and frameworks' own, translations, saves, starts; ONLY="peers frameworks" for some, BUDGET= seconds of these.
+	$(foreach each,$(or $(ONLY),overhead calls translate checkpoint stream scale peers frameworks sequence muon first_step goodput),$(BIN)/python -m benchmarks.$(each) $(WRITES_$(each))\
 	  $(if $(BUDGET),$(if $(filter peers frameworks,$(each)),--seconds $(BUDGET))) &&) true
 
 # JOBS=4 runs pieces side by side, but for those that measure. Not by way of .venv: a machine with a GPU may have its own

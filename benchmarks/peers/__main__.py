@@ -20,12 +20,10 @@ from typing import Any
 
 from benchmarks.marked import replace
 from benchmarks.peers.cell import CANDIDATES, ENGINES, PRECISIONS, SIZES, STRATEGIES, Cell
-from benchmarks.peers.page import BEGIN, END, cell_result, line_of, machine, section, sentence, start_result
-from benchmarks.peers.turns import Turns, starts, take_turns, theory
+from benchmarks.peers.page import BEGIN, END, cell_result, line_of, machine, section, sentence
+from benchmarks.peers.turns import Turns, take_turns, theory
 from unishard.testing import RankFailure, run_ranks
 
-STARTS = 0.2
-"""Part of the time for starts."""
 LEAST, MOST = 3, 300
 """Rounds of a cell."""
 QUIET = {"KINETO_LOG_LEVEL": "9", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
@@ -79,11 +77,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     models = sorted(given.model or SIZES, key=lambda name: SIZES[name].weight)
     asked = (given.engine or ENGINES, given.strategy or STRATEGIES, given.precision or PRECISIONS)
     cells = [Cell(engine, strategy, precision, model) for model, engine, strategy, precision in product(models, *asked)]
-    results: dict[str, Any] = {"machine": about, "cells": [], "starts": [], "notes": []}
+    results: dict[str, Any] = {"machine": about, "cells": [], "notes": []}
     took: dict[str, float] = {}
     for at, cell in enumerate(cells):
         share = cell.size.weight / sum(each.size.weight for each in cells[at:])
-        left = (1 - STARTS) * given.seconds - (since := time.monotonic()) + begun
+        left = given.seconds - (since := time.monotonic()) + begun
         if left < took.get(cell.model, 0.0):
             results["notes"].append(f"{cell} is not measured: the time was over.")
             continue
@@ -92,21 +90,6 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         )
         print(line_of(results["cells"][-1]), flush=True)
         took[cell.model] = time.monotonic() - since
-    made = {(each["engine"], each["model"]) for each in results["cells"]}
-    first = [
-        cell
-        for cell in cells
-        if (cell.strategy, cell.precision) == (asked[1][0], asked[2][0]) and (cell.engine, cell.model) in made
-    ]
-    for at, cell in enumerate(first):
-        share = cell.size.weight / sum(each.size.weight for each in first[at:])
-        left = given.seconds - (time.monotonic() - begun)
-        names = tuple(
-            next(each for each in results["cells"] if (each["engine"], each["model"]) == (cell.engine, cell.model))[
-                "candidates"
-            ]
-        )
-        results["starts"].append(start_result(cell, starts(cell, names, share * left, given.world)))
     results["machine"]["minutes"] = round((time.monotonic() - begun) / 60, 1)
     return results
 

@@ -109,8 +109,8 @@ class Loader:
         return self._batches
 
 
-def config(cell: Cell) -> unishard.Config:
-    """The config of a cell; everything that it leaves out has unishard's default."""
+def config(cell: Cell, **sections: Any) -> unishard.Config:
+    """The config of a cell, with more sections; everything that it leaves out has unishard's default."""
     size = cell.size
     return unishard.Config.model_validate(
         {
@@ -123,13 +123,14 @@ def config(cell: Cell) -> unishard.Config:
                 "gradient_clipping": CLIP,
             },
             "optimizer": {"name": "adamw", "lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY},
+            **sections,
         }
     )
 
 
-def train(cell: Cell) -> Iterator[Tensor]:
-    """The loop of the README."""
-    engine = unishard.prepare(cell.build(), config(cell))
+def train(cell: Cell, **sections: Any) -> Iterator[Tensor]:
+    """The loop of the README, with more sections of the config."""
+    engine = unishard.prepare(cell.build(), config(cell, **sections))
     losses = []
     for batch in engine.batches(Loader(cell.micro_batches(engine.rank))):
         loss = engine(**batch).loss

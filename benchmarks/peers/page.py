@@ -47,14 +47,6 @@ def section(results: Json, picture: str | None = None) -> str:
         "",
     ]
     lines += [*traffic(results["cells"])]
-    if results["starts"]:
-        lines += [
-            "",
-            "Seconds from the first line of the loop to the end of the first step, and CPU seconds of a rank in "
-            "brackets:",
-            "",
-        ]
-        lines += [*first_steps(results["starts"])]
     lines += [*void(results["cells"]), *(f"\n{note}" for note in results["notes"])]
     return "\n".join(lines)
 
@@ -118,16 +110,6 @@ def traffic(cells: list[Json]) -> Iterator[str]:
             return f"{side['collectives']}; {side['nbytes'] / cell['theory']:.3f} x; {side['peak'] / 2**20:.1f} MiB"
 
         yield row(cell, f"{cell['theory'] / 1e6:.3f}", *(each(cell, name, said) for name in (*GOALS, "unishard")))
-
-
-def first_steps(starts: list[Json]) -> Iterator[str]:
-    yield "| engine | strategy | precision | model | by hand | Accelerate | unishard | starts |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for start in starts:
-        sides = (
-            each(start, name, lambda side: f"{side['wall']:.2f} ({side['cpu']:.2f})") for name in (*GOALS, "unishard")
-        )
-        yield row(start, *sides, str(start["starts"]))
 
 
 def void(cells: list[Json]) -> Iterator[str]:
@@ -194,8 +176,7 @@ def row(cell: Json, *values: str) -> str:
     )
 
 
-# The results as one SVG: how long unishard's step takes relative to the others', how much it holds, and its first
-# step.
+# The results as one SVG: how long unishard's step takes relative to the others', and how much it holds.
 
 _COLORS = {"fsdp": "C0", "deepspeed": "C1"}
 
@@ -285,15 +266,6 @@ def cell_result(cell: Cell, parameters: int, theory: int, ranks: Sequence[Mappin
         "candidates": sides,
         "ratios": ratios,
     }
-
-
-def start_result(cell: Cell, found: Mapping[str, Sequence[Any]]) -> Json:
-    """Medians of the starts of a cell."""
-    sides = {
-        name: {each: statistics.median(getattr(start, each) for start in starts) for each in ("wall", "cpu")}
-        for name, starts in found.items()
-    }
-    return {**cell._asdict(), "starts": len(next(iter(found.values()))), "candidates": sides}
 
 
 def machine(world: int) -> Json:

@@ -25,7 +25,19 @@ import torch.distributed as dist
 import typer
 from full_disk import Outcome, fill
 from harness.faults import Event, Interception, killing
-from small_saves import NEW, NEXT, NEXT_STEP, SCENARIOS, WORLD, Scenario, prepare, save_as_an_engine, start, wrong_with
+from small_saves import (
+    NEW,
+    NEXT,
+    NEXT_STEP,
+    SCENARIOS,
+    WORLD,
+    Left,
+    Scenario,
+    left_in,
+    prepare,
+    save_as_an_engine,
+    start,
+)
 
 from unishard.testing import RankFailure, run_ranks
 
@@ -58,11 +70,14 @@ class Point(NamedTuple):
         return self.where if self.event is None else f"{self.event.kind}, {self.where}"
 
 
-class Lost(NamedTuple):
-    """A point after which something was not as it should be."""
+class Played(NamedTuple):
+    """A point, and what came of it."""
 
     point: Point
     problem: str
+    """What was not as it should be; empty if nothing."""
+    new: bool
+    """Whether the new checkpoint is there, not the former one alone."""
 
 
 # -- in the ranks ---
@@ -107,14 +122,14 @@ def _note_of(root: str, rank: int) -> Path:
     return Path(f"{root} told to {rank}")
 
 
-def examine(roots: Sequence[tuple[str, Scenario, bool]]) -> list[str]:
-    """What is wrong in each directory, empty where nothing is: as it is found, and after one more save. Collective."""
+def examine(roots: Sequence[tuple[str, Scenario, bool]]) -> list[Left]:
+    """What is left in each directory. Collective."""
     group, _ = start()
 
     def again(root: Path) -> None:
         save_as_an_engine(root, Scenario("once more", NEXT_STEP), NEXT, group)
 
-    return [wrong_with(Path(root), scenario, promised, again, group) for root, scenario, promised in roots]
+    return [left_in(Path(root), scenario, promised, again, group) for root, scenario, promised in roots]
 
 
 # -- all points ------------------------------------------------------------------------------------
@@ -142,23 +157,23 @@ class Harness:
                     found += [Point(scenario, victims, at, event) for at, event in enumerate(events)]
         return found
 
-    def play(self, points: Sequence[Point], advance: Callable[[], None] = lambda: None) -> list[Lost]:
-        """Cut off a save at each point; says where that did harm."""
-        lost: list[Lost] = []
+    def play(self, points: Sequence[Point], advance: Callable[[], None] = lambda: None) -> list[Played]:
+        """Cut off a save at each point."""
+        played: list[Played] = []
         for begin in range(0, len(points), _BATCH):
-            batch, roots = points[begin : begin + _BATCH], []
+            batch, roots, endings = points[begin : begin + _BATCH], [], []
             for index, point in enumerate(batch):
                 root = shutil.copytree(self.templates[point.scenario], self._folder / f"point {begin + index}")
                 problem, promised = self._cut_off(root, point)
-                if problem:
-                    lost.append(Lost(point, problem))
+                endings.append(problem)
                 roots.append((str(root), point.scenario, promised))
                 advance()
-            problems = run_ranks(WORLD, examine, roots, timeout=600)[0]
-            lost += [Lost(point, problem) for point, problem in zip(batch, problems, strict=True) if problem]
+            lefts = run_ranks(WORLD, examine, roots, timeout=600)[0]
+            for point, problem, left in zip(batch, endings, lefts, strict=True):
+                played.append(Played(point, "; ".join(filter(None, (problem, left.wrong))), left.new))
             for root, *_ in roots:
                 shutil.rmtree(root)
-        return lost
+        return played
 
     def fill(self, stride: int) -> list[Outcome]:
         """Let the disk of one rank run full at every so many moments."""
@@ -216,17 +231,20 @@ def main() -> int:
         metavar="N",
         help="play so many of them, spread over all kinds; default: all",
     )
-    asked = parser.parse_args().points
+    parser.add_argument("--record", action="store_true", help="write the figures into docs/integrity.md")
+    given = parser.parse_args()
+    asked = given.points
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="crashing-", dir=MEMORY) as folder:
         harness = Harness(Path(folder))
         points = harness.points() if asked is None else spanning(harness.points(), asked)
         with typer.progressbar(length=len(points), label="points") as bar:
-            lost = harness.play(points, lambda: bar.update(1))
+            played = harness.play(points, lambda: bar.update(1))
         outcomes = harness.fill(stride=1 if asked is None else 5)
     for kind, number in Counter(point.kind for point in points).items():
         typer.echo(f"{number:5}  {kind}")
-    for point, problem in lost:
+    lost = [each for each in played if each.problem]
+    for point, problem, _ in lost:
         typer.echo(f"LOST: {point.scenario.name}, ranks {point.victims} at event {point.at} ({point.kind}): {problem}")
     typer.echo(
         f"{len(points)} points, {len(lost)} lost, in {time.monotonic() - begin:.0f} s; the ranks of a run that was cut "
@@ -239,6 +257,13 @@ def main() -> int:
             f"{outcome.fault}"
         )
     typer.echo(f"{len(outcomes)} moments at which a disk ran full, {len(wrong)} wrong")
+    if given.record:
+        from integrity import cut_off, record
+
+        full = [not outcome.fault for outcome in outcomes]
+        record(
+            "saves", cut_off([(each.point.where, each.new, not each.problem) for each in played], harness.slowest, full)
+        )
     return int(bool(lost or wrong))
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from harness import refused
 from harness.faults import Event, Interception
-from small_saves import NEW, NEXT, NEXT_STEP, RETENTION, WORLD, Scenario, snapshot, start, wrong_with
+from small_saves import NEW, NEXT, NEXT_STEP, RETENTION, WORLD, Scenario, left_in, snapshot, start
 
 from unishard.checkpoint.saving import save
 from unishard.distributed import process_group
@@ -74,7 +74,7 @@ def _fill(
     outcome = (
         None
         if event is None
-        else Outcome(scenario.name, victim, event, told, wrong_with(root, scenario, False, again, group))
+        else Outcome(scenario.name, victim, event, told, left_in(root, scenario, False, again, group).wrong)
     )
     on_first(group, lambda: shutil.rmtree(root))
     return outcome

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 from harness import WARNING, problems_of, until
@@ -112,17 +112,26 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
 
 
-def play(run: Run, choice: random.Random) -> tuple[str, str, list[str]]:
-    """Kill once.
+class Kill(NamedTuple):
+    """One kill, and what came of it."""
 
-    Returns:
-        In which phase, whom, and what was wrong afterwards.
-    """
+    phase: str
+    """Of the life that it ended: the last event of its rank 0, or how far the launcher was."""
+    victim: str
+    wrong: list[str]
+    when: float
+    cause: float | None = None
+    """Seconds until the first line of the cause was there; None where nobody wrote one."""
+
+
+def play(run: Run, choice: random.Random) -> Kill:
+    """Kill once."""
     _await_moment(run, choice)
     if run.launcher.poll() is not None:
         said, code = run.output.read_text(errors="replace").splitlines(), run.launcher.returncode
         run.start()
-        return "nothing was killed", "launcher", [f"the launcher has ended by itself with {code}: {said[:3]}"]
+        wrong = [f"the launcher has ended by itself with {code}: {said[:3]}"]
+        return Kill("nothing was killed", "launcher", wrong, time.time())
     ranks, events = run.ranks(), run.events()
     victim = choice.choice(VICTIMS) if len(ranks) == WORLD else "launcher"
     last = "ranks start" if ranks else "launcher starts"
@@ -132,14 +141,27 @@ def play(run: Run, choice: random.Random) -> tuple[str, str, list[str]]:
     size, output = run.output.stat().st_size, run.output
     order = sorted(ranks, key=lambda each: b"RANK=0" not in Path(f"/proc/{each[0]}/environ").read_bytes().split(b"\0"))
     victims = {"all ranks": order, "launcher": [(run.launcher.pid, "")]}.get(victim) or [order[int(victim[-1])]]
+    when, cause = time.time(), None
+
+    def told() -> list[str]:
+        said = output.read_bytes()[size:].decode(errors="replace").splitlines()
+        return [line for line in said if not WARNING.fullmatch(line)]
+
+    def over() -> bool:
+        nonlocal cause
+        if cause is None and told():
+            cause = time.time() - when
+        return not any(begun == started(pid) for pid, begun in ranks)
+
     for pid, _ in victims:
         os.kill(pid, signal.SIGKILL)
     if victim == "launcher":
         run.launcher.wait()
         run.start()
     wrong = []
-    if not until(lambda: not any(when == started(pid) for pid, when in ranks), 60):
-        wrong.append(f"ranks {[pid for pid, when in ranks if when == started(pid)]} live on")
+    if not until(over, 60):
+        wrong.append(f"ranks {[pid for pid, begun in ranks if begun == started(pid)]} live on")
+    until(lambda: over() and cause is not None, 5)  # where ranks had no time for it, the launcher says it
     found = _sound(run)
     if found[2] or found[0] < commit:
         wrong.append(
@@ -149,11 +171,9 @@ def play(run: Run, choice: random.Random) -> tuple[str, str, list[str]]:
     savers = [event["pid"] for event in run.events() if event["event"] == "saving"]
     if len(_turns(savers)) != len(set(savers)):
         wrong.append(f"processes that save do not take turns: {_turns(savers)}")
-    said = output.read_bytes()[size:].decode(errors="replace").splitlines()
-    told = [line for line in said if not WARNING.fullmatch(line)]
-    if told and not re.fullmatch(CAUSES[victim], told[0]):
-        wrong.append(f"the first line is {told[0]!r}")
-    return last, victim, wrong
+    if (lines := told()) and not re.fullmatch(CAUSES[victim], lines[0]):
+        wrong.append(f"the first line is {lines[0]!r}")
+    return Kill(last, victim, wrong, when, cause)
 
 
 def _await_moment(run: Run, choice: random.Random) -> None:
@@ -199,7 +219,8 @@ def train(log: Path) -> None:
     def note(event: str, step: int) -> None:
         if rank == 0:
             with log.open("a") as file:
-                file.write(json.dumps({"event": event, "pid": os.getpid(), "step": step}) + "\n")
+                facts = {"event": event, "pid": os.getpid(), "step": step, "time": time.time()}
+                file.write(json.dumps(facts) + "\n")
 
     note("prepare", 0)
     cfg = unishard.load()
@@ -225,34 +246,63 @@ def main() -> int:
     parser.add_argument(
         "--train", type=Path, help="what the ranks run: train, and write down what happens in this file"
     )
+    parser.add_argument("--record", action="store_true", help="write the figures into docs/integrity.md")
     asked = parser.parse_args()
     if asked.train is not None:
         train(asked.train)
         return 0
-    choice, begin, faults, counted = random.Random(asked.seed), time.monotonic(), 0, Counter[tuple[str, str]]()
+    choice, begin, kills = random.Random(asked.seed), time.monotonic(), list[Kill]()
     with tempfile.TemporaryDirectory(prefix="killing-") as folder:
         run = Run(Path(folder), choice)
         try:
             for number in range(1, asked.kills + 1):
-                phase, victim, wrong = play(run, choice)
-                counted[phase, victim] += 1
-                faults += bool(wrong)
+                kills.append(kill := play(run, choice))
                 typer.echo(
-                    f"{number}: {victim} in phase {phase!r}: {'; '.join(wrong) or 'well'} "
+                    f"{number}: {kill.victim} in phase {kill.phase!r}: {'; '.join(kill.wrong) or 'well'} "
                     f"({time.monotonic() - begin:.0f} s)"
                 )
+            until(lambda: _went_on(run.events(), kills[-1].when), 120)
         finally:
             run.end()
-        lives = len({event["pid"] for event in run.events()})
-        lost = _lost(run.events())
-    for (phase, victim), number in sorted(counted.items()):
+        events = run.events()
+    lives, lost, faults = (
+        len({event["pid"] for event in events}),
+        _lost(events),
+        sum(bool(kill.wrong) for kill in kills),
+    )
+    for (phase, victim), number in sorted(Counter((kill.phase, kill.victim) for kill in kills).items()):
         typer.echo(f"{phase}, {victim}: {number}")
     for line in lost:
         typer.echo(f"LOST: {line}")
     typer.echo(
         f"{asked.kills} kills in {lives} lives, {faults} wrong, {len(lost)} lost, in {time.monotonic() - begin:.0f} s"
     )
+    if asked.record:
+        from integrity import killed, record
+
+        record("runs", killed([_figures(kill, events) for kill in kills]))
     return int(bool(faults or lost))
+
+
+def _figures(kill: Kill, events: list[dict[str, Any]]) -> dict[str, Any]:
+    """A kill with the updates that it cost, and the seconds until the next new update."""
+    resumed = next((each for each in events if each["event"] == "resumed" and each["time"] > kill.when), None)
+    return kill._asdict() | {"lost": _updates_lost(kill, events, resumed), "again": _went_on(events, kill.when)}
+
+
+def _updates_lost(kill: Kill, events: list[dict[str, Any]], resumed: dict[str, Any] | None) -> int:
+    """Those that were made since the checkpoint that the next life resumed from; none where nothing was trained."""
+    if resumed is None or kill.phase not in ("resumed", "step", "saving"):
+        return 0
+    before = [each["step"] for each in events[: events.index(resumed)] if each["event"] in ("resumed", "step")]
+    return int(before[-1] - resumed["step"])
+
+
+def _went_on(events: list[dict[str, Any]], when: float) -> float | None:
+    """Seconds from a moment to the first update of the life that resumed after it."""
+    later = [each for each in events if each["time"] > when]
+    resumed = next((number for number, each in enumerate(later) if each["event"] == "resumed"), len(later))
+    return next((each["time"] - when for each in later[resumed:] if each["event"] == "step"), None)
 
 
 def _lost(events: list[dict[str, Any]]) -> list[str]:

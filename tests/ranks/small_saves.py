@@ -212,18 +212,29 @@ def found_wrong(root: Path, scenario: Scenario, promised: bool) -> tuple[str, di
     return "" if complete and newest == (scenario.step, NEW) else said, found
 
 
-def wrong_with(
+class Left(NamedTuple):
+    """What a save that was cut off left."""
+
+    wrong: str
+    """With it; empty if nothing."""
+    new: bool
+    """Whether the new checkpoint is there."""
+
+
+def left_in(
     root: Path, scenario: Scenario, promised: bool, again: Callable[[Path], None], group: dist.ProcessGroup
-) -> str:
-    """What is wrong with a directory, empty where nothing is: as it is found, and after one more save. Collective."""
+) -> Left:
+    """What is left in a directory: as it is found, and whether one more save is as it should be. Collective."""
     wrong, before = on_first(group, lambda: found_wrong(root, scenario, promised))
+    new = before.get(scenario.saved_as) == NEW
     if wrong:
-        return wrong
+        return Left(wrong, new)
     try:
         again(root)
     except Exception as error:  # whatever it is, the run cannot go on
-        return f"the next save: {type(error).__name__}: {error}"
-    return on_first(group, lambda: _left_wrong(root, kept(before | {finding.name_of(NEXT_STEP): NEXT})))
+        return Left(f"the next save: {type(error).__name__}: {error}", new)
+    expected = kept(before | {finding.name_of(NEXT_STEP): NEXT})
+    return Left(on_first(group, lambda: _left_wrong(root, expected)), new)
 
 
 def _left_wrong(root: Path, expected: Mapping[str, int]) -> str:

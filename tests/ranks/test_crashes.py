@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from crashing import GRACE, MEMORY, Harness, spanning
-from harness import in_ranks, problems_of, refused
-from harness.faults import Event, Interception, flip, killing, truncate
+from harness import in_ranks, refused
+from harness.faults import Event, Interception, flip, killing
 from harness.training import ADAMW, config, curve, everyones, losses_of, my_rank, own_share, prepare, train
-from small_saves import FOUND_BEFORE, NEW, RETENTION, SCENARIOS, found_wrong, snapshot, start
+from rotting import rot
+from small_saves import FOUND_BEFORE, NEW, RETENTION, SCENARIOS, WORLD, found_wrong, snapshot, start
 
 from unishard.checkpoint import finding
 from unishard.checkpoint.saving import save
@@ -51,8 +52,10 @@ def test_a_kill_at_any_moment_loses_the_save_that_was_cut_off_at_most(harness):
     """At some moments in every part of it; `make crash` plays all."""
     points = spanning(harness.points(), 24)
     assert {point.where for point in points} == {point.where for point in harness.points()}
-    lost = harness.play(points)
-    assert not lost, "\n".join(f"{point}: {problem}" for point, problem in lost)
+    played = harness.play(points)
+    lost = [each for each in played if each.problem]
+    assert not lost, "\n".join(f"{each.point}: {each.problem}" for each in lost)
+    assert {each.new for each in played} == {False, True}, "some end before the new checkpoint is there, some after"
     assert harness.slowest < GRACE
 
 
@@ -173,33 +176,9 @@ def test_another_engine_on_another_number_of_ranks_goes_on_where_a_killed_run_ha
 # -- files that rot --------------------------------------------------------------------------------
 
 
-HARMS = [(truncate, (share,)) for share in (0.0, 0.3, 0.7, 0.9999)]
-HARMS += [(flip, (share, bit)) for share, bit in ((0.0, 0), (0.2, 5), (0.5, 3), (0.8, 7), (1.0, 1))]
-
-
-@in_ranks
-def test_every_file_that_is_truncated_or_has_a_flipped_bit_is_named_and_refused(root):
+def test_every_file_that_is_truncated_or_has_a_flipped_bit_is_named_and_refused(tmp_path):
     """By `unishard checkpoint verify`, and by `load`, which loads it when it is whole again."""
-    with prepare(config("fsdp", "full_shard", optimizer=ADAMW)) as engine:
-        train(engine, own_share(1))
-        folder = engine.save(root)
-        names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-        assert {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"} <= set(names)
-        before = engine.weights.read("inp.weight")
-        for name, (harm, how) in product(names, HARMS):
-            whole = (folder / name).read_bytes()
-            dist.barrier()
-            if my_rank() == 0:
-                harm(folder / name, *how)
-            dist.barrier()
-            found, told = problems_of(folder), refused(engine.load, folder)
-            assert len(found) == 1, (name, harm.__name__, how)
-            assert f"/{name}: " in found[0]
-            assert f"/{name}: " in told, (name, harm.__name__, how)
-            dist.barrier()
-            if my_rank() == 0:
-                (folder / name).write_bytes(whole)
-        dist.barrier()
-        assert engine.weights.read("inp.weight").equal(before)
-        assert engine.load(folder, verify="bits").step == 1
-        assert problems_of(folder) == []
+    for outcomes in run_ranks(WORLD, rot, str(tmp_path), "fsdp"):
+        assert {each.file for each in outcomes} >= {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"}
+        assert {each.harm for each in outcomes} == {"flip", "truncate"}
+        assert [each for each in outcomes if not each.found] == []

@@ -13,8 +13,8 @@ sys.path.append(str(ROOT))  # `benchmarks` is no part of the wheel
 from benchmarks.marked import replace  # noqa: E402
 from benchmarks.peers import page  # noqa: E402
 from benchmarks.peers.cell import Cell  # noqa: E402
-from benchmarks.peers.page import cell_result, deviation, machine, paired, start_result  # noqa: E402
-from benchmarks.peers.turns import Counts, Event, Side, Start, sent  # noqa: E402
+from benchmarks.peers.page import cell_result, deviation, machine, paired  # noqa: E402
+from benchmarks.peers.turns import Counts, Event, Side, sent  # noqa: E402
 
 MEASURED = ROOT / "benchmarks" / "peers" / "measured.json"
 PAGE = ROOT / "docs" / "performance.md"
@@ -32,8 +32,7 @@ def result(**sides):
 
 
 def results(*cells):
-    starts = [start_result(CELL, {"by hand": [Start(1.0, 0.5)] * 3, "unishard": [Start(1.5, 0.75)] * 3})]
-    return {"machine": machine(2), "cells": list(cells), "starts": starts, "notes": []}
+    return {"machine": machine(2), "cells": list(cells), "notes": []}
 
 
 def test_steps_of_the_same_round_are_compared():
@@ -76,7 +75,6 @@ def test_the_page_counts_the_cells_that_reach_the_goals():
     )
     assert "in 1 of 2 cells.\n" in written
     assert "7; 1.100 x; 2.0 MiB" in written
-    assert "| 1.00 (0.50) |  | 1.50 (0.75) | 3 |" in written
     assert "](peers.svg)" in written
 
 

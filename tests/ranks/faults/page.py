@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 
+import integrity
 from harness.scripts import endings
 from page_rows import DOCS
 
@@ -49,6 +50,7 @@ def main() -> int:
         page = DOCS / "reliability.md"
         seconds = {run: ending.seconds for run, ending in found.items()}
         page.write_text(timed(page.read_text(encoding="utf-8"), seconds), encoding="utf-8")
+        integrity.write()
     return int(bool(wrong))
 
 

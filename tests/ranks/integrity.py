@@ -1,0 +1,214 @@
+"""The tables of docs/integrity.md on kills, damaged files and lost updates, from what the programs have recorded.
+
+`make integrity` runs the programs, each of which records its part; `python tests/ranks/integrity.py` writes the page
+anew from tests/ranks/integrity.json and measures nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from page_rows import DOCS, rows
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # `benchmarks` is no part of the wheel
+
+from benchmarks.marked import replace
+
+BEGIN, END = "<!-- integrity: written by tests/ranks/integrity.py -->", "<!-- end of integrity -->"
+RECORD, PAGE = Path(__file__).with_suffix(".json"), DOCS / "integrity.md"
+PARTS = {
+    "directory": "making the new directory",
+    "tensors": "tensors",
+    "index": "the index",
+    "assets": "config and other files",
+    "manifest": "the manifest",
+    "replacing": "moving one of the same step away",
+    "name": "giving it its name",
+    "latest": "naming it as the newest",
+    "deleting": "deleting older ones",
+    "root": "the directory of checkpoints",
+    "talking": "messages between the ranks",
+    "the end": "when the save has returned",
+}
+"""Of a save, in its order; as `harness.faults` calls them, and on the page."""
+PHASES = {
+    "launcher starts": "the launcher starts",
+    "ranks start": "ranks start",
+    "prepare": "`prepare`",
+    "resumed": "after resuming",
+    "step": "updates",
+    "saving": "a save",
+}
+"""Of a life, as `killing.py` calls them, and on the page."""
+_ENDS = "One rank ends"
+
+Json = dict[str, Any]
+
+
+def record(part: str, figures: Json) -> None:
+    """Keep the figures of one program, and write the page."""
+    kept = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    kept[part] = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), **figures}
+    RECORD.write_text(json.dumps(kept, indent=1) + "\n")
+    write()
+
+
+def write() -> None:
+    """Write the tables."""
+    replace(PAGE, BEGIN, END, section(json.loads(RECORD.read_text()), rows("reliability.md")))
+
+
+# -- figures of the programs -----------------------------------------------------------------------
+
+
+def cut_off(played: Iterable[tuple[str, bool, bool]], slowest: float, full: Sequence[bool]) -> Json:
+    """Of `crashing.py`.
+
+    Args:
+        played: Of each point the part of a save, whether the new checkpoint was there, and whether all was well.
+        slowest: Seconds until the ranks of a save that was cut off had ended, from its start.
+        full: Of each moment at which a disk ran full, whether all was well.
+    """
+    parts: dict[str, Counter[str]] = {}
+    for where, new, well in played:
+        counted = parts.setdefault(where if where in PARTS else "talking", Counter())
+        counted.update({"points": 1, "new": int(new), "wrong": int(not well)})
+    return {
+        "parts": {name: dict(counted) for name, counted in parts.items()},
+        "slowest": slowest,
+        "full": len(full),
+        "full wrong": full.count(False),
+    }
+
+
+def killed(kills: Sequence[Json]) -> Json:
+    """Of `killing.py`: each kill's phase, whether all was well, updates lost, seconds to the cause and to an update."""
+    phases = {}
+    for phase in PHASES:
+        found = [each for each in kills if each["phase"] == phase]
+        if found:
+            phases[phase] = {
+                "kills": len(found),
+                "wrong": sum(bool(each["wrong"]) for each in found),
+                "lost": max(each["lost"] for each in found),
+                **{name: _middle_and_most(each[name] for each in found) for name in ("cause", "again")},
+            }
+    return {"phases": phases, "kills": len(kills)}
+
+
+def rotten(outcomes: Mapping[str, Sequence[Any]]) -> Json:
+    """Of `rotting.py`: outcomes by engine."""
+    found = {}
+    for backend, of in outcomes.items():
+        for harm in ("truncate", "flip"):
+            these = [each for each in of if each.harm == harm]
+            found[f"{backend} {harm}"] = {
+                "engine": backend,
+                "harm": harm,
+                "files": len({each.file for each in these}),
+                "tries": len({(each.file, each.how) for each in these}),
+                "missed": len({(each.file, each.how) for each in these if not each.found}),
+                "seconds": _middle_and_most(each.seconds for each in these),
+            }
+    return {"tries": found}
+
+
+def causes(page: Iterable[tuple[str, Sequence[str]]]) -> Json:
+    """Of `make faults`: the seconds in the last column of the page by kind of fault."""
+    kinds: dict[str, list[float]] = {}
+    for heading, cells in page:
+        if len(cells) == 5 and cells[-1]:
+            kind = cells[0] if heading == _ENDS else heading.lower()
+            kinds.setdefault(kind, []).extend(map(float, cells[-1].split(" / ")))
+    return {kind: {"runs": len(of), "seconds": [min(of), *_middle_and_most(of)]} for kind, of in kinds.items()}
+
+
+def _middle_and_most(values: Iterable[float | None]) -> list[float]:
+    """Median and largest; empty where there is none."""
+    known = [each for each in values if each is not None]
+    return [statistics.median(known), max(known)] if known else []
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def section(kept: Json, page: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """The generated part of the page."""
+    lines: list[str] = []
+    if "saves" in kept:
+        lines += _saves(kept["saves"])
+    if "runs" in kept:
+        lines += ["", *_runs(kept["runs"])]
+    if "files" in kept:
+        lines += ["", *_files(kept["files"])]
+    return "\n".join([*lines, "", *_causes(causes(page))]).strip("\n")
+
+
+def _saves(found: Json) -> Iterator[str]:
+    parts = found["parts"]
+    points, wrong = (sum(each[name] for each in parts.values()) for name in ("points", "wrong"))
+    yield (
+        f"**Kills in a save** ({found['date']}): {points} saves cut off, {wrong} with another outcome than the former or "
+        f"the new checkpoint, complete. All ranks had ended {found['slowest']:.1f} s after the start of the save at the "
+        f"latest. In {found['full']} more saves the disk ran full; {found['full wrong']} ended otherwise."
+    )
+    yield ""
+    yield "| killed at | saves | the former is the newest | the new one is | neither, or damaged |"
+    yield "|---|---|---|---|---|"
+    for name, said in PARTS.items():
+        if (each := parts.get(name)) is None:
+            continue
+        former = each["points"] - each["new"] - each["wrong"]
+        yield f"| {said} | {each['points']} | {former} | {each['new']} | {each['wrong']} |"
+
+
+def _runs(found: Json) -> Iterator[str]:
+    wrong = sum(each["wrong"] for each in found["phases"].values())
+    yield (
+        f"**Kills of a run** ({found['date']}): {found['kills']} kills of a rank, all ranks or the launcher in runs that "
+        f"save after every second update, some lives in the background; {wrong} after which a checkpoint that was "
+        "complete was gone, a rank lived on, or another line than the cause came first."
+    )
+    yield ""
+    yield "| killed in | kills | wrong | updates lost, at most | seconds to the cause | seconds to the next update |"
+    yield "|---|---|---|---|---|---|"
+    for name, said in PHASES.items():
+        if (each := found["phases"].get(name)) is None:
+            continue
+        cells = [said, *(str(each[key]) for key in ("kills", "wrong", "lost"))]
+        yield f"| {' | '.join([*cells, _seconds(each['cause']), _seconds(each['again'])])} |"
+
+
+def _files(found: Json) -> Iterator[str]:
+    yield f"**Damaged files** ({found['date']}): each file of a checkpoint of 2 ranks."
+    yield ""
+    yield "| engine | damage | files | times | not found | seconds until `load` refuses |"
+    yield "|---|---|---|---|---|---|"
+    for each in found["tries"].values():
+        harm = {"truncate": "cut to a part of its length", "flip": "one bit flipped"}[each["harm"]]
+        counted = " | ".join(str(each[name]) for name in ("files", "tries", "missed"))
+        yield f"| {each['engine']} | {harm} | {counted} | {_seconds(each['seconds'], 3)} |"
+
+
+def _causes(found: Json) -> Iterator[str]:
+    yield "**Seconds to the cause**: of the faults of [reliability.md](reliability.md), by `make faults`."
+    yield ""
+    yield "| fault | runs | fastest | median | longest |"
+    yield "|---|---|---|---|---|"
+    for kind, each in found.items():
+        yield f"| {kind} | {each['runs']} | {' | '.join(f'{seconds:.1f}' for seconds in each['seconds'])} |"
+
+
+def _seconds(values: Sequence[float], digits: int = 1) -> str:
+    return "" if not values else f"{values[0]:.{digits}f}, at most {values[1]:.{digits}f}"
+
+
+if __name__ == "__main__":
+    write()
