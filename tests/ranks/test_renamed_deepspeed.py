@@ -312,7 +312,7 @@ def test_without_one_of_its_names_a_case_is_refused_in_one_sentence(case, name):
 BF16 = {"bf16": {"precision": "bf16"}}
 ORDINARY = {
     "no_shard": BF16,
-    "shard_optimizer": {**BF16, **({"fp32": {}} if DEEP else {})},
+    "shard_optimizer": {"fp32": {}, **(BF16 if DEEP else {})},
     "shard_grad_op": {"fp32": {}, "offload": {"precision": "bf16", **OFFLOAD}},
     "full_shard": {
         **BF16,
