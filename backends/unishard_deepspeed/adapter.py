@@ -25,14 +25,12 @@ from unishard_deepspeed.gathering import is_of_shard, keep_gathered
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.optimizer_state import ZeroOptimizerState
 from unishard_deepspeed.placement import MasterWeights, parameter_bytes, units
-from unishard_deepspeed.private import PRIVATE_API
 from unishard_deepspeed.private.building import forget
 from unishard_deepspeed.private.reduction import gather
 from unishard_deepspeed.private.requirements import require
 from unishard_deepspeed.private.second_copy import drop_second_copies
 from unishard_deepspeed.private.shown_parameters import ShownParameters
 from unishard_deepspeed.private.state import copy_masters, gather_after, relink_states, reshard_all
-from unishard_deepspeed.private.updates import clear_before_backward
 from unishard_deepspeed.replaced_parameters import explained
 from unishard_deepspeed.shards import Shards
 from unishard_deepspeed.spec import ZeroSpec
@@ -65,8 +63,6 @@ class DeepSpeedAdapter(EngineAdapter):
         self._kind = spec.kind
         self._masters = MasterWeights(self._kind, inner)
         self._clipping = clipping_of(spec, engine, inner)
-        early = PRIVATE_API.get(f"early-gradients-{self._kind}")
-        self._clear_first = clear_before_backward(engine.optimizer) if early is not None and early.works else _nothing
         self._shards = Shards(spec, engine, inner)
         self._hooks = hooks
         """Hooks on the model, removed with the engine."""
@@ -164,7 +160,6 @@ class DeepSpeedAdapter(EngineAdapter):
     def backward(self, loss: Tensor) -> None:
         """Run the backward of the `DeepSpeedEngine`, without its division by accumulation steps."""
         self._shown.hide()
-        self._clear_first()
         # A new tensor: DeepSpeed's hook on the model's outputs divides an output that is the loss by the accumulation
         # steps, because it runs before the hook that `backward` registers (DeepSpeed 0.19.8, runtime/engine.py,
         # _backward_prologue_per_tensor).
@@ -209,7 +204,6 @@ class DeepSpeedAdapter(EngineAdapter):
     def unsharded(self, names: Sequence[str]) -> Iterator[None]:
         """Keep parameters gathered at stage 3; at the other stages they are full."""
         require("unsharded", self._kind)
-        require("early-gradients", self._kind)
         if self._kind != "stage-3" or not names:
             yield
             return
@@ -318,14 +312,9 @@ class DeepSpeedAdapter(EngineAdapter):
             self._engine,
             self._inner,
             self._clipping,
-            self._clear_first,
             self._shards,
             self.optimizer_state,
             self._stale,
             self._unused,
             self._conditional,
         )
-
-
-def _nothing() -> None:
-    pass

@@ -67,7 +67,7 @@ class EngineClipping:
         if divisor != 1 or self._divisor != 1:
             require("divisor", self._kind)
             self._divisor = divisor
-            divide_gradients(self._engine.optimizer, divisor, self._kind)
+            divide_gradients(self._engine.optimizer, divisor)
 
     def step(self) -> tuple[float | HostRead, bool]:
         """Take both from the engine, which has read whether the norm is finite.
@@ -82,7 +82,7 @@ class EngineClipping:
             self._engine.step()
         if self._divisor != 1:
             self._divisor = 1.0
-            divide_gradients(self._engine.optimizer, 1.0, self._kind)
+            divide_gradients(self._engine.optimizer, 1.0)
         norm = math.inf if any(invalid) else self._engine.get_global_grad_norm()
         return HostRead(norm) if isinstance(norm, Tensor) else float(
             norm

@@ -1,4 +1,4 @@
-"""What fields of the config become in DeepSpeed's JSON, and which of its optimizers runs then."""
+"""What fields of the config become in DeepSpeed's JSON."""
 
 from __future__ import annotations
 
@@ -21,9 +21,21 @@ KEPT_OFFLOADED = (
 """Why nothing is kept in fp32 that is offloaded."""
 
 
-def stage(cfg: Config) -> int:
-    """ZeRO stage, of one group where there are groups."""
+def stage_of_strategy(cfg: Config) -> int:
+    """ZeRO stage that shards what the strategy names, of one group where there are groups."""
     return _STAGES[cfg.sharding.within_group]
+
+
+def runs_as_stage_2(cfg: Config) -> bool:
+    """`shard_optimizer` in bf16: DeepSpeed has another optimizer for stage 1 there, which makes the same updates and
+    keeps whole fp32 gradients (DeepSpeed 0.19.8, runtime/bf16_optimizer.py).
+    """
+    return stage_of_strategy(cfg) == 1 and cfg.precision.compute == "bf16"
+
+
+def stage(cfg: Config) -> int:
+    """ZeRO stage that unishard runs, of one group where there are groups."""
+    return 2 if runs_as_stage_2(cfg) else stage_of_strategy(cfg)
 
 
 def bare(cfg: Config) -> bool:
@@ -38,15 +50,8 @@ def wide(cfg: Config) -> bool:
     return cfg.precision.accumulate != cfg.precision.compute
 
 
-def bf16_optimizer(cfg: Config) -> bool:
-    """DeepSpeed's BF16_Optimizer runs (DeepSpeed 0.19.8, runtime/engine.py, _do_optimizer_sanity_check)."""
-    return stage(cfg) == 1 and cfg.precision.compute == "bf16" and wide(cfg) and cfg.offload.optimizer == "none"
-
-
 def whole_gradients(cfg: Config) -> bool:
-    """Stage 1 adds up in fp32 in whole gradients: BF16_Optimizer, or `grad_accum` (DeepSpeed 0.19.8,
-    runtime/zero/stage_1_and_2.py).
-    """
+    """Stage 1 adds up in fp32 in whole gradients, `grad_accum` (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py)."""
     return stage(cfg) == 1 and wide(cfg)
 
 

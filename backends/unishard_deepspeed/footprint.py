@@ -8,7 +8,6 @@ below runtime/:
 - Stages 1 and 2 flatten each parameter group and pad it to 2 x ranks elements; each rank has master weights and state
   of an equal part, also in fp32 (zero/stage_1_and_2.py, `flatten_dense_tensors_aligned`,
   `nccl_start_alignment_factor`).
-- Stage 1 in bf16 with fp32 accumulation keeps whole fp32 gradients (bf16_optimizer.py, `fp32_groups_gradients_flat`).
 - The second copy of hpZ has its own shard of each parameter, from its first release in a window to the update; that of
   a frozen one stays (zero/partition_parameters.py, `_partition_param_sec`; zero/stage3.py,
   `invalidate_secondary_tensor`).
@@ -46,8 +45,6 @@ def footprint_of(shape: ModelShape, cfg: Config, topology: Topology, native: Nat
         native: The native config of `translate`.
     """
     kinds: dict[int, type[StageFootprint]] = {0: _Stage0, 1: _Stage12, 2: _Stage12, 3: Stage3}
-    if fields.bf16_optimizer(cfg):
-        return _BF16Stage1(shape, cfg, topology, native).footprint()
     return kinds[fields.stage(cfg)](shape, cfg, topology, native).footprint()
 
 
@@ -158,27 +155,3 @@ class _Stage12(StageFootprint):
             )
             yield Collective("all_gather", "parameters", "step", self.flat, self.ranks)
         yield from self.between_groups(sum(self.parts), self.accumulate)
-
-
-class _BF16Stage1(_Stage12):
-    """ZeRO-1 by BF16_Optimizer: whole fp32 gradients, which stay between steps."""
-
-    def footprint(self) -> Footprint:
-        whole = sum(self.aligned)
-        gradients, bucket = Bytes(whole * self.accumulate), min(whole, 500_000_000) * self.reduce
-        return Footprint(
-            parameters=Bytes(self.flat + self.whole_frozen()),
-            masters=Bytes(sum(self.parts) * self.master),
-            optimizer=Bytes(self.state(self.parts)),
-            gradients=gradients,
-            kept_gradients=gradients,
-            buffers=Bytes(self.model_buffers()),
-            gathered=bucket,
-            forward=self.everywhere(0),
-            backward=tuple(self.done(self.compute)),
-            keeps_whole=True,
-            final=self.numel * self.compute,
-            step=bucket,
-            traffic=(*self._traffic(), *self.exchanged()),
-            reserved=RESERVED,
-        )

@@ -35,7 +35,13 @@ _OWN: Mapping[str, Rule] = {
         "stage 3",
         unless("no_shard", lambda cfg: fields.stage(cfg) == 0, "stage 0: one all-reduce for each update"),
         When(
-            "shard_optimizer in bf16 or fp16, accumulated in fp32",
+            "shard_optimizer in bf16",
+            fields.runs_as_stage_2,
+            Fit.EQUIVALENT,
+            "stage 2: gradients are sharded too, and reduced in each micro-batch, by all-reduce",
+        ),
+        When(
+            "shard_optimizer in fp16, accumulated in fp32",
             fields.whole_gradients,
             Fit.EQUIVALENT,
             "stage 1; all-reduces whole fp32 gradients, 4 more bytes for each parameter",
@@ -114,7 +120,7 @@ _OWN: Mapping[str, Rule] = {
             "gathered with the leaf module around them; gradients stay whole until backward ends",
         ),
         When(
-            "shard_grad_op",
+            "shard_grad_op, or shard_optimizer in bf16",
             lambda cfg: fields.stage(cfg) == 2,
             Fit.EQUIVALENT,
             "gradients stay whole until backward ends, then are reduced in one order",
@@ -285,8 +291,8 @@ _OWN: Mapping[str, Rule] = {
         "zero_optimization.reduce_bucket_size",
         "prepare writes at most the number of trainable elements",
         When(
-            "no_shard, or shard_optimizer in bf16 accumulated in fp32",
-            lambda cfg: fields.stage(cfg) == 0 or fields.bf16_optimizer(cfg),
+            "no_shard",
+            lambda cfg: fields.stage(cfg) == 0,
             Fit.EQUIVALENT,
             "DeepSpeed uses buckets of 500,000,000 elements there",
         ),
@@ -304,7 +310,7 @@ _OWN: Mapping[str, Rule] = {
     "communication.overlap": exact(
         "zero_optimization.overlap_comm",
         When(
-            "true with no_shard or shard_optimizer",
+            "true with no_shard, or shard_optimizer in fp32 or fp16",
             lambda cfg: cfg.communication.overlap and fields.stage(cfg) < 2,
             Fit.EQUIVALENT,
             "written as false: stages 0 and 1 reduce once, at the end of the window",

@@ -40,16 +40,15 @@ PLACES = (
     ("deepspeed", "no_shard", "fp32", "plain"),
     ("deepspeed", "no_shard", "bf16", "plain"),
     ("deepspeed", "shard_optimizer", "fp32", "plain"),
-    ("deepspeed", "shard_optimizer", "bf16", "plain"),
-    ("deepspeed", "shard_optimizer", "bf16", "offload"),
+    ("deepspeed", "shard_optimizer", "fp32", "offload"),
     ("deepspeed", "shard_grad_op", "fp32", "plain"),
     ("deepspeed", "shard_grad_op", "bf16", "plain"),
-    ("deepspeed", "shard_grad_op", "fp32", "offload"),
+    ("deepspeed", "shard_grad_op", "bf16", "offload"),
     ("deepspeed", "full_shard", "bf16", "plain"),
     ("deepspeed", "full_shard", "fp32", "offload"),
     ("deepspeed", "full_shard", "bf16", "offload all"),
-    ("deepspeed", "shard_optimizer", "bf16", "groups"),
-    ("deepspeed", "shard_grad_op", "fp32", "groups"),
+    ("deepspeed", "shard_optimizer", "fp32", "groups"),
+    ("deepspeed", "shard_grad_op", "bf16", "groups"),
     ("deepspeed", "full_shard", "bf16", "groups"),
 )
 """Every form that an engine takes: backend, strategy, precision, what else is set."""
@@ -115,13 +114,13 @@ REPEATED = (
     ("deepspeed", "no_shard", "bf16", "plain"),
     ("deepspeed", "shard_optimizer", "fp32", "plain"),
     ("deepspeed", "shard_grad_op", "bf16", "plain"),
-    ("deepspeed", "shard_optimizer", "bf16", "offload"),
-    ("deepspeed", "shard_optimizer", "bf16", "groups"),
+    ("deepspeed", "shard_optimizer", "fp32", "offload"),
+    ("deepspeed", "shard_optimizer", "fp32", "groups"),
 )
 """Forms whose strategy or precision others have with the same engine."""
 READ = {
     2: tuple(place for place in PLACES if DEEP or place not in REPEATED),
-    4: PLACES[6:7] + PLACES[16:17],
+    4: PLACES[6:7] + PLACES[15:16],
 }
 WORLDS = [(world, place) for world, places in READ.items() for place in places]
 

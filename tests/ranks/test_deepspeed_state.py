@@ -76,7 +76,7 @@ class Counting(torch.optim.Optimizer):
 
 SECTIONS = {
     "fp16": {"precision": {"compute": "fp16", "loss_scale": 64.0}},
-    "bf16 optimizer": {"precision": {"compute": "bf16", "accumulate": "fp32"}},
+    "bf16": {"precision": {"compute": "bf16", "accumulate": "fp32"}},
     "bf16 masters": {"precision": {"compute": "bf16", "master": "bf16"}},
     "all offloaded": {"precision": "bf16", "offload": {"optimizer": "cpu", "params": "cpu"}},
     "persistent": {"native": {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 50}}}},
@@ -86,7 +86,7 @@ OPTIMIZERS = {"groups": in_groups, "counting": counting, "adagrad": adagrad}
 CELLS = (
     ("no_shard", "fp16"),
     ("no_shard", "counting"),
-    ("shard_optimizer", "bf16 optimizer"),
+    ("shard_optimizer", "bf16"),
     ("shard_grad_op", "bf16 masters"),
     ("shard_grad_op", "groups"),
     ("full_shard", "counting"),

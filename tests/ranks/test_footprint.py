@@ -18,6 +18,7 @@ import unishard
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract import registry
+from unishard.contract.model_shape import ITEMSIZE
 from unishard.engine.model.shape import shape_of
 from unishard.testing.features.lora import lora
 from unishard.testing.models import MODELS, batch, llama
@@ -300,6 +301,6 @@ def test_planned_traffic_is_that_of_the_collectives(cell):
     for kinds in TABLE[cell].values():
         for kind, numel in kinds.items():
             recorded[kind] = recorded.get(kind, 0) + numel - numel % 2
-    low = sections.get("precision") is not None
-    sizes = dict.fromkeys(recorded, 2 if low else 4)
+    reduced, gathered = ITEMSIZE[cfg.precision.reduce], ITEMSIZE[cfg.precision.compute]
+    sizes = {"all_reduce": reduced, "reduce_scatter": reduced, "all_gather": gathered, "broadcast": gathered}
     assert planned == {kind: numel * sizes[kind] for kind, numel in recorded.items() if numel}

@@ -52,8 +52,10 @@ CELLS = (
 IDS = {"ids": lambda value: "-".join(value) if isinstance(value[0], str) else str(value[0] != value[1])}
 
 
-def prepared(classes, backend, strategy, precision="fp32", **sections):
-    section = {"strategy": strategy} if strategy == "no_shard" else {"strategy": strategy, "units": ["Body"]}
+def prepared(classes, backend, strategy, precision="fp32", conditional=(), **sections):
+    section = {"strategy": strategy, "conditional_modules": list(conditional)}
+    if strategy != "no_shard":
+        section["units"] = ["Body"]
     return unishard.prepare(Heads(classes), checked(backend, section, precision=precision, **sections))
 
 
@@ -84,9 +86,9 @@ def own_head_later(backend, strategy, precision):
         engine.save("never")
 
 
-def other_order(backend, strategy, precision):
+def other_order(backend, strategy, precision, *conditional):
     """The same heads on both ranks, in another order."""
-    with prepared(EQUAL, backend, strategy, precision) as engine:
+    with prepared(EQUAL, backend, strategy, precision, conditional) as engine:
         engine.backward(engine(mine(), BOTH[:: 1 - 2 * my_rank()]))
         return engine.step().grad_norm
 
@@ -163,12 +165,15 @@ LATE = (
     ("deepspeed", "shard_grad_op", "fp32"),
     ("fsdp", "full_shard", "fp32"),
 )
-ORDERS = (*LATE, ("deepspeed", "full_shard", "fp32"))
+ORDERS = (*LATE, ("deepspeed", "shard_optimizer", "bf16"), ("deepspeed", "full_shard", "fp32"))
+AS_THEY_COME = (("deepspeed", "shard_grad_op", "fp32"), ("deepspeed", "shard_optimizer", "bf16"))
+"""What adds up gradients in the order in which they come."""
 TURNS = tuple((backend, "shard_optimizer", frozen) for backend in ("deepspeed", "fsdp") for frozen in (False, True))
 SCENARIOS = (
     *((own_head, (classes, *cell)) for cell in CELLS for classes in (EQUAL, OTHER)),
     *((scenario, cell) for scenario in (own_head_later, frozen_by_hand) for cell in LATE),
     *((other_order, cell) for cell in ORDERS),
+    *((other_order, (*cell, "Linear")) for cell in AS_THEY_COME),
     *((in_turns, cell) for cell in TURNS),
     *((scenario, cell) for scenario in (own_scale, one_forward_more) for cell in SCALES),
     (from_a_list, SCALES[1]),
@@ -209,18 +214,29 @@ def test_a_rank_that_freezes_parameters_by_hand_is_named(cell):
 @pytest.mark.parametrize("cell", ORDERS, **IDS)
 def test_gradients_in_another_order_are_refused_where_they_are_added_up_in_that_order(cell):
     played = play(SCENARIOS)[other_order, cell]
-    if cell[1] == "shard_grad_op":
-        assert "came in another order on each rank; all ranks must run the same modules in the same order" in error(
-            played
+    if cell in AS_THEY_COME:
+        assert error(played).endswith(
+            "came in another order on each rank; all ranks must run the same modules in the same order, except those "
+            "of the classes in sharding.conditional_modules"
         )
     elif cell[:2] == ("deepspeed", "full_shard"):  # gathers them in that order
         assert "rank 0 enters first (Linear)" in error(played)
     else:
-        model = Heads(EQUAL)
-        for rank in range(2):
-            (model(torch.randn(2, 12, generator=torch.Generator().manual_seed(rank)), BOTH) / 2).backward()
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-        assert values(played) == pytest.approx([norm.item()] * 2, rel=1e-5)
+        assert values(played) == pytest.approx([norm_of_plain_torch()] * 2, rel=1e-5)
+
+
+def norm_of_plain_torch():
+    model = Heads(EQUAL)
+    for rank in range(2):
+        (model(torch.randn(2, 12, generator=torch.Generator().manual_seed(rank)), BOTH) / 2).backward()
+    return torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
+
+
+@pytest.mark.parametrize("cell", AS_THEY_COME, **IDS)
+def test_gradients_of_conditional_modules_may_come_in_any_order(cell):
+    rounding = 1e-5 if cell[2] == "fp32" else 2e-3
+    found = values(play(SCENARIOS)[other_order, (*cell, "Linear")])
+    assert found == pytest.approx([norm_of_plain_torch()] * 2, rel=rounding)
 
 
 @pytest.mark.parametrize("cell", TURNS, ids=str)

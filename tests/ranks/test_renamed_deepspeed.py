@@ -158,22 +158,18 @@ MEETING = {
         "full_shard",
         {"native": {"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}}},
     ),
-    "conditional-modules-bf16-stage-1": (trains, "shard_optimizer", {"precision": "bf16", "whole": ("Linear",)}),
     "conditional-modules-stages-1-2": (trains, "shard_grad_op", {"whole": ("Linear",)}),
     "conditional-modules-stage-3": (trains, "full_shard", {"whole": ("Linear",)}),
     "kept-parameters-stages-1-2": (trains, "shard_grad_op", KEPT),
     "kept-parameters-stage-3": (trains, "full_shard", KEPT),
-    "unused-bf16-stage-1": (leaves_out, "shard_optimizer", "bf16"),
     "unused-stages-1-2": (leaves_out, "shard_grad_op", "bf16"),
     "unused-stage-3": (leaves_out, "full_shard", "bf16"),
     "stale-gradients": (misses_at_first, "full_shard"),
     "stale-offloaded-stages-1-2": (skips, "shard_grad_op", OFFLOAD),
     "stale-offloaded-stage-3": (misses_at_first, "full_shard", OFFLOAD),
     "nonfinite-stage-0": (trains, "no_shard", "fp16"),
-    "nonfinite-bf16-stage-1": (trains, "shard_optimizer", {"precision": "bf16", **IGNORE}),
     "nonfinite-stages-1-2": (trains, "shard_grad_op", IGNORE),
     "nonfinite-stage-3": (trains, "full_shard", IGNORE),
-    "checkpoints-bf16-stage-1": (saves_by_itself, "shard_optimizer", "bf16"),
     "checkpoints-stages-1-2": (saves_by_itself, "shard_grad_op"),
     "checkpoints-stage-3": (saves_by_itself, "full_shard"),
 }
@@ -206,21 +202,17 @@ def clip_once(engine):
 
 
 CALLS = {
-    "divisor-bf16-stage-1": (step, "shard_optimizer", "bf16"),
     "divisor-stages-1-2": (step, "shard_grad_op", "fp32"),
     "divisor-stage-3": (step, "full_shard", "fp32"),
     "clipping": (clip_once, "shard_optimizer", "fp32"),
     "gradients-stage-0": (read_gradients, "no_shard", "fp32"),
-    "gradients-bf16-stage-1": (read_gradients, "shard_optimizer", "bf16"),
     "gradients-stages-1-2": (read_gradients, "shard_grad_op", "bf16"),
     "gradients-stage-3": (read_gradients, "full_shard", "bf16"),
-    "master-weights-bf16-stage-1": (read_masters, "shard_optimizer", "bf16"),
     "master-weights-stages-1-2": (read_masters, "shard_grad_op", "bf16"),
     "master-weights-stage-3": (read_masters, "full_shard", "fp32"),
     "discard-stage-0": (discard, "no_shard", "fp32"),
     "discard-stages-1-2": (discard, "shard_grad_op", "fp32"),
     "discard-stage-3": (discard, "full_shard", "fp32"),
-    "early-gradients-bf16-stage-1": (read_in_a_loss, "shard_optimizer", "bf16"),
     "unsharded-stage-3": (read_in_a_loss, "full_shard", "fp32"),
 }
 """Cases that a call meets, after a backward: the call, and the engine's strategy and precision."""
@@ -247,7 +239,6 @@ def place(name):
 
 def load_deepspeed():
     """Modules that are imported later would keep their names."""
-    import deepspeed.runtime.bf16_optimizer
     import deepspeed.runtime.fp16.unfused_optimizer
     import deepspeed.runtime.zero.stage3
     import deepspeed.runtime.zero.stage_1_and_2
@@ -321,7 +312,7 @@ def test_without_one_of_its_names_a_case_is_refused_in_one_sentence(case, name):
 BF16 = {"bf16": {"precision": "bf16"}}
 ORDINARY = {
     "no_shard": BF16,
-    "shard_optimizer": {**BF16, **({"fp32": {}} if DEEP else {})},
+    "shard_optimizer": {"fp32": {}, **(BF16 if DEEP else {})},
     "shard_grad_op": {"fp32": {}, "offload": {"precision": "bf16", **OFFLOAD}},
     "full_shard": {
         **BF16,

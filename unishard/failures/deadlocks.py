@@ -19,12 +19,9 @@ closed its engines; or anything else."""
 
 _DEADLOCK = "ranks made different calls and would deadlock"
 _MIXED = "ranks have gradients of different parameters, which would be added up"
-_EXCEPT = "except those of the classes in sharding.conditional_modules: add "
+_EXCEPT = "except those of the classes in sharding.conditional_modules"
 _BRANCH = "or let every rank take the same branch"
-_OWN_MODULE = (
-    "except those of the classes in sharding.conditional_modules: put such parameters into a module with a "
-    "forward, and add its class"
-)
+_OWN_MODULE = f"{_EXCEPT}: put such parameters into a module with a forward, and add its class"
 _UNEQUAL = "learning rates, other options or weights differ between ranks in"
 _UNWRITTEN = "not written by the script"
 _ALIKE = "write the same values on every rank: the ranks would train parts of different models"
@@ -133,19 +130,20 @@ def _problem(calls: Collection[Call]) -> tuple[str, str]:
         classes = sorted({call.unit.rpartition("(")[2].rstrip(")") for call in calls if call.unit})
         return (
             _DEADLOCK,
-            f"; all ranks must run the same modules in the same order, {_EXCEPT}{', '.join(classes)} there, {_BRANCH}",
+            f"; all ranks must run the same modules in the same order, {_EXCEPT}: add {', '.join(classes)} there, "
+            f"{_BRANCH}",
         )
     if len({call.place for call in calls}) > 1:
         return _DEADLOCK, ""
     if len({call.skipped for call in calls}) > 1:
         classes = sorted({name for call in calls for name in re.findall(r"\((\w+)\)", call.skipped)})
-        advice = f"{_EXCEPT}{', '.join(classes)} there, {_BRANCH}" if classes else _OWN_MODULE
+        advice = f"{_EXCEPT}: add {', '.join(classes)} there, {_BRANCH}" if classes else _OWN_MODULE
         return _MIXED, f"; all ranks must use the same parameters, {advice}"
     if len({call.order for call in calls}) > 1:
         return (
             _MIXED,
             ", after gradients that came in another order on each rank; all ranks must run the same modules in the "
-            "same order",
+            f"same order, {_EXCEPT}",
         )
     return _DEADLOCK, ""
 

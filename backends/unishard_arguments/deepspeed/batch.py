@@ -99,7 +99,7 @@ KEYS: Mapping[str, Key] = {
 
 
 def _bare(cfg: Config) -> bool:
-    return fields.stage(cfg) == 0 and cfg.precision.compute == "fp32"
+    return fields.stage_of_strategy(cfg) == 0 and cfg.precision.compute == "fp32"
 
 
 def _global_of(cfg: Config, topology: Topology) -> Native:
@@ -141,7 +141,7 @@ RULES: Mapping[str, Rule] = {
             lambda cfg: (
                 cfg.training.nonfinite == "ignore"
                 and not _bare(cfg)
-                and not (fields.stage(cfg) in (1, 2) and cfg.precision.compute == "bf16")
+                and not (fields.stage_of_strategy(cfg) in (1, 2) and cfg.precision.compute == "bf16")
             ),
             "DeepSpeed always skips an update that is not finite there",
         ),

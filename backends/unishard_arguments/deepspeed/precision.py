@@ -264,7 +264,9 @@ def _master_of(cfg: Config, topology: Topology) -> Native:
 def _accumulate_of(cfg: Config, topology: Topology) -> Native:
     return {
         "data_types": {
-            "grad_accum_dtype": cfg.precision.compute if fields.stage(cfg) == 0 else cfg.precision.accumulate
+            "grad_accum_dtype": cfg.precision.compute
+            if fields.stage_of_strategy(cfg) == 0
+            else cfg.precision.accumulate
         }
     }
 
@@ -294,7 +296,7 @@ RULES: Mapping[str, Rule] = {
         "bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states, fp16.fp16_master_weights_and_grads",
         unsupported(
             "that of compute with no_shard",
-            lambda cfg: cfg.precision.pure and fields.stage(cfg) == 0,
+            lambda cfg: cfg.precision.pure and fields.stage_of_strategy(cfg) == 0,
             "stage 0 keeps fp32 master weights; write fp32, or choose shard_optimizer",
         ),
         approximate(
@@ -310,7 +312,7 @@ RULES: Mapping[str, Rule] = {
         "data_types.grad_accum_dtype",
         approximate(
             "fp32 in bf16 or fp16 with no_shard",
-            lambda cfg: fields.stage(cfg) == 0 and fields.wide(cfg),
+            lambda cfg: fields.stage_of_strategy(cfg) == 0 and fields.wide(cfg),
             "stage 0 only accumulates in the dtype of compute, which is written",
         ),
         to=_accumulate_of,

@@ -180,7 +180,7 @@ def _takes_torchs(cfg: Config) -> bool:
     """DeepSpeed hands ZeRO's own optimizer to torch's schedules, which refuse it ("is not an Optimizer", DeepSpeed
     0.19.8).
     """
-    return fields.stage(cfg) == 0 and cfg.precision.compute == "fp32"
+    return fields.stage_of_strategy(cfg) == 0 and cfg.precision.compute == "fp32"
 
 
 def _type_of(cfg: Config) -> str | None:

@@ -202,14 +202,14 @@ KEYS: Mapping[str, Key] = {
 
 
 def _three(cfg: Config) -> bool:
-    return fields.stage(cfg) == 3
+    return fields.stage_of_strategy(cfg) == 3
 
 
 def _stage_of(cfg: Config, topology: Topology) -> Native:
-    settings: dict[str, Any] = {"stage": fields.stage(cfg)}
+    settings: dict[str, Any] = {"stage": fields.stage_of_strategy(cfg)}
     if _three(cfg):
         settings["memory_efficient_linear"] = False
-    return fields.zero(**settings) | ({"zero_allow_untested_optimizer": True} if fields.stage(cfg) else {})
+    return fields.zero(**settings) | ({"zero_allow_untested_optimizer": True} if fields.stage_of_strategy(cfg) else {})
 
 
 def _hpz_of(cfg: Config, topology: Topology) -> Native:

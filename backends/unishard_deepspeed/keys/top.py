@@ -79,9 +79,7 @@ _PRECISION: dict[str, Row] = {
     "bf16.bf16_master_weights_and_grads": decided("precision.master", values.SWITCH),
     "bf16.bf16_optimizer_states": decided("precision.master", values.SWITCH),
     "bf16.check_grad_overflow": decided("training.nonfinite", values.SWITCH),
-    "bf16.immediate_grad_update": same(
-        values.SWITCH, False, "gradients are added up after backward", "when gradients are added up; same results"
-    ),
+    "bf16.immediate_grad_update": same(values.SWITCH, ignored="when gradients are added up; same results"),
     "data_types.param_dtype": decided("precision.compute"),
     "data_types.grad_accum_dtype": decided("precision.accumulate"),
     "data_types.buffer_dtype": decided("precision.buffers", constant=None, why="unishard casts the buffers"),

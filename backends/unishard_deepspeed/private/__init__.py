@@ -5,8 +5,7 @@ A case that differs between DeepSpeed's optimizers has one entry for each, with 
 | name | runs | class |
 |----------------|-----------------------------------------------------------------------|----------------------------------|
 | `stage-0` | `no_shard` | torch's, or FP16_UnfusedOptimizer |
-| `bf16-stage-1` | `shard_optimizer` in bf16 accumulated in fp32, without offload | BF16_Optimizer |
-| `stages-1-2` | the rest of `shard_optimizer`, `shard_grad_op`, `hybrid_shard_grad_op` | DeepSpeedZeroOptimizer |
+| `stages-1-2` | `shard_optimizer`, `shard_grad_op`, `hybrid_shard_grad_op` | DeepSpeedZeroOptimizer |
 | `stage-3` | `full_shard`, `hybrid_shard` | DeepSpeedZeroOptimizer_Stage3 |
 """
 

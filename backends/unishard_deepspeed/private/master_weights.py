@@ -44,10 +44,9 @@ def shards_of_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> dict
 def relink_after_update(optimizer: Any, kind: Kind) -> None:
     """Let DeepSpeed link the optimizer state again after the next update; by default it does so only after the first.
 
-    (_lazy_init_hp_params_optimizer_state in runtime/zero/stage_1_and_2.py and bf16_optimizer.py; stage 3 looks it up at
-    each access)
+    (_lazy_init_hp_params_optimizer_state in runtime/zero/stage_1_and_2.py; stage 3 looks it up at each access)
     """
-    if kind in ("stages-1-2", "bf16-stage-1"):
+    if kind == "stages-1-2":
         optimizer._hp_optimizer_states_linked = False
 
 

@@ -81,8 +81,6 @@ def reduce_last(optimizer: Any, parameters: Sequence[nn.Parameter], kind: Kind) 
         _call_before(
             optimizer, "independent_gradient_partition_epilogue", partial(_reduce_at_stage_3, optimizer, parameters)
         )
-    elif kind == "bf16-stage-1":  # runtime/bf16_optimizer.py
-        _call_before(optimizer, "get_grads_for_norm", partial(_count_at_stage_1, optimizer, last))
     elif kind == "stages-1-2":  # runtime/zero/stage_1_and_2.py
         _reduce_flat_last(optimizer, parameters, last)
 
@@ -134,16 +132,6 @@ def _reduce_at_stage_3(optimizer: Any, parameters: Sequence[nn.Parameter]) -> No
             # The parameter may be sharded again, and torch checks its shape when a gradient is set.
             parameter.grad.data = torch.zeros(parameter.ds_shape, dtype=parameter.dtype, device=parameter.device)  # type: ignore[attr-defined]
         optimizer.reduce_ready_partitions_and_remove_grads(parameter)
-
-
-def _count_at_stage_1(optimizer: Any, parameters: Collection[nn.Parameter]) -> None:
-    """Include gradients in norm and clipping that this rank did not compute: BF16_Optimizer reduces them but omits them
-    there.
-    """
-    for index, group in enumerate(optimizer.bf16_groups):
-        for position, parameter in enumerate(group):
-            if parameter in parameters:
-                optimizer.fp32_groups_has_gradients[index][position] = True
 
 
 def _fill_at_stage_1(optimizer: Any, parameters: Sequence[nn.Parameter], groups: dict[nn.Parameter, int]) -> None:

@@ -4,7 +4,6 @@
 |---------------------------------|-------------------------------------------------|------------------------------------|
 | stage 0, torch optimizer | full, `.grad` | the parameters |
 | stage 0, FP16_UnfusedOptimizer | full, `.grad`, by default in fp32 | full, `fp32_groups` |
-| stage 1, BF16_Optimizer | full, `fp32_groups_gradients` | flat partitions |
 | stages 1 and 2 | flat partitions, `averaged_gradients` | flat partitions |
 | the same, offloaded | flat partitions, `.grad` of the master weights | flat partitions, in host memory |
 | stage 3 | a shard of each parameter, padded at the end | a shard of each parameter, padded |
@@ -31,8 +30,6 @@ def gradient_shards(engine: Any, inner: InnerOptimizer, kind: Kind) -> dict[nn.P
         }
     if kind == "stages-1-2":  # runtime/zero/stage_1_and_2.py
         return _partitioned_gradients(optimizer, inner)
-    if kind == "bf16-stage-1":  # runtime/bf16_optimizer.py
-        return _full_fp32_gradients(optimizer)
     parts = {}
     for parameter in engine.module.parameters():
         if parameter.requires_grad:
@@ -84,16 +81,6 @@ def _start_of(parameter: Any) -> int:
 
 def _empty_shard(parameter: nn.Parameter, ranks: Any, dtype: torch.dtype = torch.float32) -> Shard:
     return Shard(parameter.shape, torch.empty(0, dtype=dtype, device=parameter.device), 0, ranks)
-
-
-def _full_fp32_gradients(optimizer: Any) -> dict[nn.Parameter, Shard]:
-    """Every rank averages all gradients; only those marked as present enter the norm, but all are applied."""
-    parts = {}
-    for index, group in enumerate(optimizer.bf16_groups):
-        optimizer.fp32_groups_has_gradients[index] = [True] * len(group)  # an unused one is zero and adds nothing
-        for parameter, values in zip(group, optimizer.fp32_groups_gradients[index], strict=True):
-            parts[parameter] = Shard(parameter.shape, values.view(parameter.shape))
-    return parts
 
 
 def measure_offloaded(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> None:

@@ -30,7 +30,7 @@ def copy_masters(optimizer: Any, inner: InnerOptimizer, kind: Kind) -> None:
             if parameter is not master:
                 parameter.data.copy_(master)
     else:
-        optimizer.update_lp_params()  # runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py
+        optimizer.update_lp_params()  # runtime/zero/stage_1_and_2.py
 
 
 def gather_after(optimizer: Any, kind: Kind) -> None:
@@ -54,7 +54,7 @@ def gather_after(optimizer: Any, kind: Kind) -> None:
 
 def unlink_states(inner: InnerOptimizer, kind: Kind) -> None:
     """Remove DeepSpeed's views of the optimizer state, so that its memory is freed (utils/tensor_fragment.py)."""
-    for parameter in inner.trained if kind in ("stages-1-2", "bf16-stage-1") else ():
+    for parameter in inner.trained if kind == "stages-1-2" else ():
         mapping = parameter._hp_mapping  # type: ignore[attr-defined]
         if mapping is not None:
             mapping.optim_fragment = None
@@ -62,7 +62,7 @@ def unlink_states(inner: InnerOptimizer, kind: Kind) -> None:
 
 def relink_states(optimizer: Any, kind: Kind) -> None:
     """Let DeepSpeed link the optimizer state now, and again after the next update, which may create more."""
-    if kind in ("stages-1-2", "bf16-stage-1"):  # runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py
+    if kind == "stages-1-2":  # runtime/zero/stage_1_and_2.py
         relink_after_update(optimizer, kind)
         optimizer._lazy_init_hp_params_optimizer_state()
         relink_after_update(optimizer, kind)

@@ -8,7 +8,6 @@ from unishard.contract.private_api import PrivateApi
 
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _STAGES_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-_BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload"
@@ -21,14 +20,12 @@ _ENGINE_FILE = f"{_TAG}/runtime/engine.py"
 _COORDINATOR_FILE = f"{_TAG}/runtime/zero/partitioned_param_coordinator.py"
 _SOURCE = {
     "stage-0": f"{_TAG}/runtime/fp16/unfused_optimizer.py",
-    "bf16-stage-1": f"{_TAG}/runtime/bf16_optimizer.py",
     "stages-1-2": f"{_TAG}/runtime/zero/stage_1_and_2.py",
     "stage-3": f"{_TAG}/runtime/zero/stage3.py",
 }
 """Of each kind of optimizer."""
 _RUNS = {
     "stage-0": "no_shard",
-    "bf16-stage-1": "shard_optimizer in bf16",
     "stages-1-2": "shard_optimizer or shard_grad_op",
     "stage-3": "full_shard",
 }
@@ -57,10 +54,6 @@ _NOT_STAGE_3 = "choose shard_grad_op, or install a tested DeepSpeed"
 _DIRECTLY = "read and write them at the end of the run, or install a tested DeepSpeed"
 _TO_THE_END = "end every accumulation window with engine.step, or install a tested DeepSpeed"
 
-_FRAGMENTS = _of(_FRAGMENT, "lp_fragment_address hp_fragment")
-_UNUSED = _of(_FRAGMENT, "hp_fragment_address param_group_index")
-_STORED = (*_UNUSED, *_of(_FRAGMENT, "optim_fragment"))
-_LINKED = "_hp_mapping update_lp_params _hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state"
 _EARLY = _of(_ENGINE, "_running_engine_step enable_backward_allreduce allreduce_gradients")
 _PARTS = _of(_INIT, "ds_numel ds_zero_partition_rank ds_process_group ds_id")
 _COUNT = _of(_ENGINE, "_unmanaged_backward_count")
@@ -172,7 +165,6 @@ BUILDING = (
         "sharding.conditional_modules with {}",
         "leave sharding.conditional_modules empty, or install a tested DeepSpeed",
         {
-            "bf16-stage-1": _of(_BF16, "get_grads_for_norm bf16_groups fp32_groups_has_gradients"),
             "stages-1-2": (
                 *_of(_STAGES_1_2, "create_gradient_handling_hooks _grad_acc_hooks bit16_groups partition_gradients"),
                 *_of(_STAGES_1_2, "independent_gradient_partition_epilogue reduce_gradients"),
@@ -196,14 +188,16 @@ UPDATING = (
         "An update with an unused parameter, with {},",
         _USE_ALL,
         {
-            "bf16-stage-1": (*_of(_BF16, "_hp_mapping _hp_optimizer_states_linked"), *_UNUSED),
-            "stages-1-2": (*_of(_STAGES_1_2, "_hp_mapping _hp_optimizer_states_linked"), *_UNUSED),
+            "stages-1-2": (
+                *_of(_STAGES_1_2, "_hp_mapping _hp_optimizer_states_linked"),
+                *_of(_FRAGMENT, "hp_fragment_address param_group_index"),
+            ),
             "stage-3": _of(_STAGE_3, "grad_position get_param_id fp32_partitioned_groups_flat"),
         },
     ),
     _row(
         "kept-parameters-stages-1-2",
-        "precision.keep_fp32 with shard_grad_op",
+        "precision.keep_fp32 with shard_optimizer or shard_grad_op",
         _of(_STAGES_1_2, "_gradient_reduction_buffer_dtype"),
         _SOURCE["stages-1-2"],
         "set precision.keep_fp32 to [], or sharding.strategy to full_shard",
@@ -242,12 +236,6 @@ UPDATING = (
     ),
     *_by_kind(
         "divisor",
-        "backward with num_items, with {},",
-        "pass mean losses",
-        {"bf16-stage-1": _of(_BF16, "fp32_groups_gradients_flat")},
-    ),
-    *_by_kind(
-        "divisor",
         "fp16, and backward with num_items, with {},",
         "set precision to bf16, and pass mean losses",
         {"stages-1-2": _of(_STAGES_1_2, "loss_scale"), "stage-3": _of(_STAGE_3, "loss_scale")},
@@ -255,7 +243,7 @@ UPDATING = (
     _row(
         "clipping",
         "engine.step with another clip_grad_norm than training.gradient_clipping",
-        (*_of(_BF16, "clip_grad"), *_of(_STAGES_1_2, "clip_grad"), *_of(_STAGE_3, "clip_grad")),
+        (*_of(_STAGES_1_2, "clip_grad"), *_of(_STAGE_3, "clip_grad")),
         f"{_GITHUB}/blob/v0.19.8/docs/_pages/config-json.md",
         "set training.gradient_clipping for the whole run",
     ),
@@ -270,7 +258,6 @@ UPDATING = (
         "training.nonfinite: ignore with {}",
         "set training.nonfinite to skip",
         {
-            "bf16-stage-1": _of("deepspeed.runtime.bf16_optimizer", "is_invalid_grad_norm"),
             "stages-1-2": (
                 *_of("deepspeed.runtime.zero.stage_1_and_2", "is_invalid_grad_norm"),
                 *_of(_STAGES_1_2, "check_overflow"),
@@ -290,10 +277,6 @@ REACHING = (
         "engine.gradients.read, write and norms, with {},",
         _DIRECTLY,
         {
-            "bf16-stage-1": (
-                *_EARLY,
-                *_of(_BF16, "bf16_groups fp32_groups_has_gradients fp32_groups_gradients"),
-            ),
             "stages-1-2": (
                 *_EARLY,
                 *_of(_STAGES_1_2, "finalize_gradient_accumulation_boundary dp_process_group params_in_partition"),
@@ -315,8 +298,10 @@ REACHING = (
         "engine.weights.read, write, gathered and norms, with {},",
         _DIRECTLY,
         {
-            "bf16-stage-1": (*_of(_BF16, "_hp_mapping dp_process_group"), *_FRAGMENTS),
-            "stages-1-2": (*_of(_STAGES_1_2, "_hp_mapping dp_process_group"), *_FRAGMENTS),
+            "stages-1-2": (
+                *_of(_STAGES_1_2, "_hp_mapping dp_process_group"),
+                *_of(_FRAGMENT, "lp_fragment_address hp_fragment"),
+            ),
             "stage-3": (*_PARTS, *_of(_STAGE_3, "grad_position get_param_id _get_fp32_opt_state_partition")),
         },
     ),
@@ -344,20 +329,16 @@ REACHING = (
         "A checkpoint, with {},",
         "install a tested DeepSpeed",
         {
-            "bf16-stage-1": (*_of(_BF16, _LINKED), *_STORED),
-            "stages-1-2": (*_of(_STAGES_1_2, _LINKED), *_STORED),
+            "stages-1-2": (
+                *_of(_STAGES_1_2, "_hp_mapping update_lp_params"),
+                *_of(_STAGES_1_2, "_hp_optimizer_states_linked _lazy_init_hp_params_optimizer_state"),
+                *_of(_FRAGMENT, "hp_fragment_address param_group_index optim_fragment"),
+            ),
             "stage-3": (
                 *_of(_STAGE_3, "grad_position get_param_id fp32_partitioned_groups_flat sub_group_to_group_id"),
                 *_of(_STAGE_3, "_partition_all_parameters _reassign_or_swap_out_partitioned_parameters"),
             ),
         },
-    ),
-    _row(
-        "early-gradients-bf16-stage-1",
-        "A weight that the loss uses outside the forward, with shard_optimizer in bf16,",
-        _of(_BF16, "backward_prologue clear_lp_grads"),
-        _ENGINE_FILE,
-        "read the weight inside the forward, or choose shard_grad_op",
     ),
     _row(
         "partitioned-parameters",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.contract.kit.grad_norm import divide
 from unishard_deepspeed.kind import Kind
 
 _ELEMENTS_AT_ONCE = 2**25
@@ -23,17 +22,6 @@ def clear_stale_gradients(optimizer: Any) -> None:
     (runtime/zero/stage3.py).
     """
     optimizer.grad_partitions_flat_buffer.zero_()
-
-
-def clear_before_backward(optimizer: Any) -> Callable[[], None]:
-    """Stage 1 in bf16: return what clears the gradients of the last micro-batch, to be called before a backward.
-
-    BF16_Optimizer clears them in a hook on the outputs of the forward (runtime/engine.py, _backward_prologue), together
-    with those that this backward has computed before it: of a weight that the loss uses outside the forward.
-    """
-    optimizer.backward_prologue = lambda: None  # runtime/bf16_optimizer.py
-    clear: Callable[[], None] = optimizer.clear_lp_grads
-    return clear
 
 
 def average_between_groups(optimizer: Any, group: Any, kind: Kind) -> None:
@@ -113,12 +101,9 @@ def _average_on_host(gradient: Tensor, group: Any, device: torch.device) -> None
         chunk.copy_(on_device)
 
 
-def divide_gradients(optimizer: Any, divisor: float, kind: Kind) -> None:
+def divide_gradients(optimizer: Any, divisor: float) -> None:
     """Divide the gradients of ZeRO's next update before their norm is taken; 1 turns that off."""
-    if kind != "bf16-stage-1":
-        optimizer.loss_scale = divisor  # divides in the update, as in fp16; DeepSpeed does not multiply the loss
-    elif divisor != 1:
-        divide(optimizer.fp32_groups_gradients_flat, divisor)  # runtime/bf16_optimizer.py
+    optimizer.loss_scale = divisor  # divides in the update, as in fp16; DeepSpeed does not multiply the loss
 
 
 def clip_to(optimizer: Any, limit: float) -> None:

@@ -52,8 +52,6 @@ def drop_gradients(engine: Any, kind: Kind) -> None:
         _drop_stage_3(optimizer)
     elif kind == "stages-1-2":
         _drop_partitioned(optimizer)
-    elif kind == "bf16-stage-1":
-        optimizer.zero_grad()
 
 
 def _drop_stage_3(optimizer: Any) -> None:
