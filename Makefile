@@ -7,6 +7,7 @@ READY := $(VENV)/.ready
 GPU_OUT ?= gpu-out
 PEERS := --json benchmarks/peers/measured.json --page docs/performance.md --readme README.md --picture docs/peers.svg
 SEQUENCE := --json benchmarks/sequence/measured.json --page docs/performance.md
+HELD := --json benchmarks/held/measured.json --page docs/sharding.md
 FRAMEWORKS := --json benchmarks/frameworks/measured.json --page docs/performance.md --readme README.md
 # Four processes, a file of tests at a time, in the order of tests/conftest.py: ranks wait for each other, and fewer leave cores idle.
 PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
@@ -97,9 +98,9 @@ versions: $(READY) ## Try other versions, an environment each (hours); ONLY=torc
 
 # Each benchmark in turn; the machine should do nothing else meanwhile.
 bench: $(READY) ## Measure steps beside loops by hand and frameworks' own, translations, saves; ONLY="peers frameworks" for some, BUDGET= seconds of these.
-	$(foreach each,$(or $(ONLY),overhead calls translate checkpoint stream scale peers frameworks sequence muon),$(BIN)/python -m benchmarks.$(each)\
+	$(foreach each,$(or $(ONLY),overhead calls translate checkpoint stream scale peers frameworks sequence muon held),$(BIN)/python -m benchmarks.$(each)\
 	  $(if $(filter peers,$(each)),$(PEERS)) $(if $(filter frameworks,$(each)),$(FRAMEWORKS))\
-	  $(if $(filter sequence,$(each)),$(SEQUENCE))\
+	  $(if $(filter sequence,$(each)),$(SEQUENCE)) $(if $(filter held,$(each)),$(HELD))\
 	  $(if $(BUDGET),$(if $(filter peers frameworks,$(each)),--seconds $(BUDGET))) &&) true
 
 # JOBS=4 runs pieces side by side, but for those that measure. Not by way of .venv: a machine with a GPU may have its own
