@@ -15,7 +15,8 @@ below runtime/:
   gradient shards and one bucket of `reduce_bucket_size` elements (zero/stage3.py, `_setup_for_real_optimizer`).
 - With an offloaded optimizer, fp32 gradients, and at stages 1 and 2 copies of the parameters and one buffer of the
   largest parameter, stay in host memory (`initialize_optimizer_states`, `param_buffer_of_bit16_for_cpu_offload_groups`,
-  `temp_grad_buffer_for_cpu_offload`).
+  `temp_grad_buffer_for_cpu_offload`). Stage 2 sums whole gradients there, also in a window of one micro-batch: it
+  counts backwards over all windows (`accumulated_grads_in_cpu`, `micro_step_id`).
 - Flags by which unishard's ranks tell each other which parameters they used, a byte each, are left out.
 """
 
@@ -35,8 +36,8 @@ from unishard_deepspeed.stage_footprint import RESERVED, StageFootprint
 
 
 def footprint_of(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> Footprint:
-    """What a rank holds and sends; between steps all ranks hold the same, unless stage 2 sums offloaded gradients over
-    micro-batches.
+    """What a rank holds and sends; between steps all ranks hold the same, unless stage 2 offloads gradients that it
+    sums in the dtype of compute.
 
     Args:
         shape: The model.
@@ -115,7 +116,7 @@ class _Stage12(StageFootprint):
         kept, host, scratch = Bytes(), 0, 0
         if self.offloads:
             kept = Bytes(host=part * self.master)
-            if self.micro > 1 and fields.stage(self.cfg) == 2 and not wide:
+            if fields.stage(self.cfg) == 2 and not wide:
                 kept += Bytes(host=self.reached * self.compute)  # `accumulated_grads_in_cpu`
             host, scratch = part * self.compute + largest * self.compute, largest * self.compute
         late = fields.stage(self.cfg) == 1

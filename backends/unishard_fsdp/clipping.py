@@ -37,6 +37,21 @@ class _Graded(NamedTuple):
     grad: Tensor
 
 
+def changes(norm: float, max_norm: float | None, divisor: float) -> bool:
+    """Whether `scale` would multiply by another number than 1.
+
+    Args:
+        norm: That of the divided gradients, an fp32 number that the host has read.
+        max_norm: None for no clipping.
+        divisor: The divisor, mostly 1.
+    """
+    return divisor != 1 or (max_norm is not None and bool(_factor(torch.tensor(norm), max_norm) != 1))
+
+
+def _factor(norm: Tensor, max_norm: float) -> Tensor:
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
 def scale(gradients: list[Tensor], norm: Tensor, max_norm: float | None, divisor: float) -> None:
     """Divide gradients and clip them to `max_norm` in place, as `torch.nn.utils.clip_grad_norm_` does (torch 2.13).
 
@@ -51,5 +66,5 @@ def scale(gradients: list[Tensor], norm: Tensor, max_norm: float | None, divisor
     if max_norm is not None and divisor == 1 and gradients[0].device.type != "cpu":  # one kernel for many tensors
         clip_grads_with_norm_(cast(Any, [_Graded(gradient) for gradient in gradients]), max_norm, norm)
         return
-    factor = torch.ones_like(norm) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    factor = torch.ones_like(norm) if max_norm is None else _factor(norm, max_norm)
     multiply(gradients, (factor / divisor).to(gradients[0].device))

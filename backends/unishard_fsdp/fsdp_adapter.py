@@ -26,13 +26,16 @@ from unishard.distributed.shards import Shard, SteppedShard
 from unishard.errors import ContractError
 from unishard_fsdp import gathering, generation, options, root_first
 from unishard_fsdp.conditional import ConditionalParameters
+from unishard_fsdp.dimensionless import parameter_named
 from unishard_fsdp.embeddings import UngatheredEmbeddings
+from unishard_fsdp.host_copies import HostCopies
+from unishard_fsdp.parameter_usage import own_names
 from unishard_fsdp.placement import placement_of
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.private.released import forget_states
 from unishard_fsdp.shards import shard_of
 from unishard_fsdp.spec import FSDPSpec
-from unishard_fsdp.stepped_shards import HostCopies, ShardViews, SteppedShards
+from unishard_fsdp.stepped_shards import ShardViews, SteppedShards
 from unishard_fsdp.toggled_parameters import ToggledParameters
 from unishard_fsdp.torch_gradients import TorchGradients
 from unishard_fsdp.unit_forwards import UnitForwards
@@ -64,10 +67,14 @@ class FSDPAdapter(EngineAdapter):
         super().__init__(module, device, optimizer)
         self._strategy, self._compute = spec.strategy, precision.compute
         self._root, self._forwards = root, forwards
-        self._stepped: SteppedShards | None = None
+        self._sharded_modules = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
+        self._on_host: HostCopies | None = None
         if isinstance(native, options.FullyShard) and native.host_optimizer:
-            self._stepped = HostCopies(optimizer, pin_memory=native.host_optimizer.pin_memory and device.type == "cuda")
-        elif is_element_wise(optimizer):
+            pin_memory = native.host_optimizer.pin_memory and device.type == "cuda"
+            units = [_own_parameters(part) for part in reversed(self._modules())]  # as backward reduces them
+            self._on_host = HostCopies(optimizer, device, units, pin_memory=pin_memory)
+        self._stepped: SteppedShards | None = self._on_host
+        if self._stepped is None and is_element_wise(optimizer):
             self._stepped = ShardViews(optimizer)
         trained = [*self.shared_parameters.values()]
         self._gradients = TorchGradients(
@@ -76,12 +83,12 @@ class FSDPAdapter(EngineAdapter):
             self._stepped or optimizer,
             steps_always=spec.steps_always,
             copies=_copies(native),
-            skip=None if isinstance(self._stepped, HostCopies) else DeviceSkip(optimizer),
+            skip=None if self._on_host else DeviceSkip(optimizer),
             own_hooks=0 if self._stepped is None else self._stepped.hooks,
+            before_change=self._on_host.gradients.change if self._on_host else lambda: None,
         )
         skippable = set(trained if native.reduce_scatter_unused_params else conditional.parameters)
         self.shared_parameters = {name: each for name, each in self.shared_parameters.items() if each not in skippable}
-        self._sharded_modules = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
         self._sharded = self.forward_is_collective = isinstance(native, options.FullyShard)
         self._last = True  # torch's default: each backward ends a window
         self._mixed = precision.compute != "fp32"
@@ -115,6 +122,8 @@ class FSDPAdapter(EngineAdapter):
         if last is self._last:
             return  # setting a flag traverses all modules
         self._last = last
+        if self._on_host:
+            self._on_host.gradients.last = last
         if not last:
             self._unreduced.begin()
         if self._syncs_late:
@@ -156,6 +165,7 @@ class FSDPAdapter(EngineAdapter):
         self.reshard_all()
         self._conditional.find()
         outcome = self._gradients.update(max_norm, divisor)
+        self._end_window()
         self._conditional.forget()
         self._forwards.order.forget()
         return outcome
@@ -165,6 +175,7 @@ class FSDPAdapter(EngineAdapter):
         if self._syncs_late or self._averages_late:
             _DISCARD.require()
         self._gradients.drop()
+        self._end_window()
         self._conditional.forget()
         self._forwards.order.forget()
         self._unreduced.forget()
@@ -175,6 +186,10 @@ class FSDPAdapter(EngineAdapter):
             from unishard_fsdp.private.leaves import drop_unreduced
 
             drop_unreduced(self._modules())
+
+    def _end_window(self) -> None:
+        if self._on_host:
+            self._on_host.gradients.end_window()
 
     def grad_norm(self) -> Tensor:
         """The norm of the gradients, which `update` uses again."""
@@ -317,12 +332,18 @@ class FSDPAdapter(EngineAdapter):
     def close(self) -> None:
         """Free the gradients, and remove the hooks from the model; torch's stay with it."""
         self._gradients.drop()
+        if self._on_host:
+            self._on_host.gradients.close()
         if self._stepped is not None:
             self._stepped.close()
         self._root_first.forget()
         self._forwards.close()
         for hook in self._hooks:
             hook.remove()
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter_named(module, name) for name in own_names(module)]
 
 
 def _copies(native: options.FullyShard | options.Replicate) -> int:

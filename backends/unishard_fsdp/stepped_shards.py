@@ -1,4 +1,4 @@
-"""Step an optimizer on plain tensors in place of DTensors: on this rank's shards, or on copies of them in host memory.
+"""Step an optimizer on plain tensors in place of DTensors: on this rank's shards, or, in `host_copies.py`, on copies.
 
 The dispatch of an operation on DTensors takes longer than the operation, and the first call of a fused kernel on n of
 them takes n squared: it derives the placement of each entry from all entries (torch 2.13,
@@ -47,6 +47,8 @@ class SteppedShards(ABC):
         """The same entries as in the optimizer's state, by the tensors that are stepped."""
         self._shown: tuple[Any, list[list[Any]]] | None = None
         """While the optimizer steps, its state and the parameters of its groups."""
+        self._stays = False
+        """Whether it has the tensors until all calls of its step are made that are one update."""
         self._before = optimizer.register_step_pre_hook(lambda *_: self._enter())
         self._after = optimizer.register_step_post_hook(lambda *_: self._leave())
         _move(self._after, last=False)
@@ -55,9 +57,14 @@ class SteppedShards(ABC):
         """Update the parameters from their gradients. Not collective."""
         _move(self._before, last=True)
         try:
-            self._optimizer.step()
+            self._update()
         finally:
+            self._stays = False
             self._leave()
+
+    def _update(self) -> None:
+        """Call the optimizer's step."""
+        self._optimizer.step()
 
     def close(self) -> None:
         """Remove the hooks from the optimizer."""
@@ -82,6 +89,8 @@ class SteppedShards(ABC):
 
     @torch.no_grad()
     def _enter(self) -> None:
+        if self._shown is not None:
+            return
         optimizer = self._optimizer
         self._shown = optimizer.state, [group["params"] for group in optimizer.param_groups]
         if _differ(optimizer.state.values(), self._state.values()):
@@ -94,7 +103,7 @@ class SteppedShards(ABC):
 
     @torch.no_grad()
     def _leave(self) -> None:
-        if self._shown is None:
+        if self._shown is None or self._stays:
             return
         (state, groups), self._shown = self._shown, None
         optimizer = self._optimizer
@@ -144,42 +153,3 @@ class ShardViews(SteppedShards):
     def _write(self) -> None:
         for tensor in self.tensors.values():
             tensor.grad = None
-
-
-class HostCopies(SteppedShards):
-    """Copies in host memory, while parameters stay on the device, which FSDP2's own offload does not support.
-
-    The parameters stay the master weights: each step starts from their current values, so edits take effect.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, *, pin_memory: bool) -> None:
-        """Copy the parameters, and move the state."""
-        self._pin_memory = pin_memory
-        super().__init__(optimizer)
-
-    def _new(self, parameter: nn.Parameter) -> nn.Parameter:
-        shard = local(parameter)
-        copy = nn.Parameter(self._empty(shard).copy_(shard))
-        vars(copy).update(vars(parameter))
-        return copy
-
-    def _moved(self, value: Tensor) -> Tensor:
-        return local(value).to("cpu", copy=True)
-
-    def _read(self) -> None:
-        for parameter, copy in self.tensors.items():
-            copy.data.copy_(local(parameter), non_blocking=self._pin_memory)
-            if parameter.grad is not None:
-                gradient = local(parameter.grad)
-                copy.grad = self._empty(gradient).copy_(gradient, non_blocking=self._pin_memory)
-        if self._pin_memory:
-            torch.cuda.current_stream().synchronize()
-
-    def _write(self) -> None:
-        for parameter, copy in self.tensors.items():
-            if copy.grad is not None:
-                local(parameter).copy_(copy, non_blocking=self._pin_memory)
-                copy.grad = None
-
-    def _empty(self, like: Tensor) -> Tensor:
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=self._pin_memory)

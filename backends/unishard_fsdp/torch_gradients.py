@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Protocol, final
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from unishard.contract.kit.skipping import DeviceSkip
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
-from unishard_fsdp.clipping import scale, total_norm
+from unishard_fsdp.clipping import changes, scale, total_norm
 from unishard_fsdp.shards import shard_of
 
 _grad = attrgetter("grad")
@@ -44,6 +44,7 @@ class TorchGradients:
         copies: int,
         skip: DeviceSkip | None,
         own_hooks: int = 0,
+        before_change: Callable[[], object] = lambda: None,
     ) -> None:
         """Of parameters that are sharded, or full on every rank.
 
@@ -55,6 +56,7 @@ class TorchGradients:
             copies: Number of copies of each gradient over all ranks.
             skip: Skips updates on the device; None if the optimizer's steps are collective, or made in host memory.
             own_hooks: How many hooks this package has on the optimizer.
+            before_change: Called before gradients are changed that are final.
         """
         self.parameters = parameters
         self._device = device
@@ -63,6 +65,7 @@ class TorchGradients:
         self._copies = copies
         self._skip = skip
         self._own_hooks = own_hooks
+        self._before_change = before_change
         self._norm: Tensor | None = None
         """That of the gradients of this window, once it was asked for."""
 
@@ -82,10 +85,14 @@ class TorchGradients:
         on_device = (
             updated is None and self._skip is not None and self._skip.possible(stepped, norm, hooks=self._own_hooks)
         )
+        scales = max_norm is not None or divisor != 1
         if updated is None and not on_device:
             updated = math.isfinite(value.get())
+            scales = changes(value.get(), max_norm, divisor)
         if updated is not False:
-            scale(gradients, norm, max_norm, divisor)
+            if scales:
+                self._before_change()
+                scale(gradients, norm, max_norm, divisor)
             with self._skip.unless_finite(norm) if self._skip is not None and on_device else nullcontext():
                 self._stepper.step()
         for parameter in stepped:
@@ -109,6 +116,7 @@ class TorchGradients:
         """This rank's shard of a gradient, as `EngineAdapter.grad_shard` says."""
         if create:  # to be changed
             self._norm = None
+            self._before_change()
         if parameter.grad is None:
             if not create:
                 return None

@@ -20,10 +20,12 @@ from unishard.contract.tolerances import TOLERANCES
 from unishard.testing import run_ranks
 from unishard.testing.models import llama
 
-OFFLOADS = {
-    "full_shard": {"params": "cpu", "optimizer": "cpu", "pin_memory": True},
-    "shard_grad_op": {"optimizer": "cpu", "pin_memory": True},
-}
+BOTH, OPTIMIZER = {"params": "cpu", "optimizer": "cpu", "pin_memory": True}, {"optimizer": "cpu", "pin_memory": True}
+CASES = (
+    *product(BACKENDS, ("full_shard",), (BOTH,)),
+    *product(BACKENDS, ("shard_grad_op",), (OPTIMIZER,)),
+    ("fsdp", "full_shard", OPTIMIZER),  # copies of unishard's own
+)
 _CONTROLS = 5
 """Repeats without offload, which say whether the device gives the same bits at all."""
 _CYCLES = 200_000
@@ -33,14 +35,14 @@ _CYCLES = 200_000
 def run(report: Report) -> None:
     repeats = 50 if full_size(report.device) else 5
 
-    def compare(backend: str, strategy: str) -> None:
-        places = " and ".join(place for place in OFFLOADS[strategy] if place != "pin_memory")
+    def compare(backend: str, strategy: str, offload: dict[str, object]) -> None:
+        places = " and ".join(place for place in offload if place != "pin_memory")
         name = f"{backend} {strategy}, offload {places}"
-        work = lambda: run_ranks(1, race, backend, strategy, repeats, report.device, timeout=240)[0]  # noqa: E731
+        work = lambda: run_ranks(1, race, backend, strategy, offload, repeats, report.device, timeout=240)[0]  # noqa: E731
         if (answer := attempt(report, name, work)) is not None:
             judge(report, name, *answer)
 
-    side_by_side(report.device, [partial(compare, *case) for case in product(BACKENDS, OFFLOADS)])
+    side_by_side(report.device, [partial(compare, *case) for case in CASES])
 
 
 def judge(report: Report, name: str, offloaded: list[Curve], resident: list[Curve]) -> None:
@@ -60,12 +62,14 @@ def judge(report: Report, name: str, offloaded: list[Curve], resident: list[Curv
     )
 
 
-def race(backend: str, strategy: str, repeats: int, device: str) -> tuple[list[Curve], list[Curve]]:
+def race(
+    backend: str, strategy: str, offload: dict[str, object], repeats: int, device: str
+) -> tuple[list[Curve], list[Curve]]:
     """Curves with offload, and without."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # would change the timing
     resident = [once(backend, strategy, device, turn, {}) for turn in range(min(repeats, _CONTROLS))]
-    return [once(backend, strategy, device, turn, {"offload": OFFLOADS[strategy]}) for turn in range(repeats)], resident
+    return [once(backend, strategy, device, turn, {"offload": offload}) for turn in range(repeats)], resident
 
 
 def once(backend: str, strategy: str, device: str, turn: int, sections: dict[str, object]) -> Curve:

@@ -19,7 +19,7 @@ from unishard.data import batches
 from unishard.distributed.host_read import HostRead
 from unishard.engine.model.activation_offload import units as activation_offload
 from unishard.testing import run_ranks
-from unishard_fsdp.fsdp_adapter import HostCopies
+from unishard_fsdp.host_copies import HostCopies
 
 DEVICE = torch.device("cuda", 0)
 TIMES = int(os.environ.get("DEVICE_SIM_TIMES", "1"))
@@ -48,11 +48,15 @@ def host_read() -> None:
 
 
 def host_optimizer() -> None:
-    parameter = torch.nn.Parameter(torch.ones(8, device=DEVICE))
-    copies = HostCopies(torch.optim.SGD([parameter], lr=0.5), pin_memory=True)
+    parameters = [torch.nn.Parameter(torch.ones(8, device=DEVICE)) for _ in range(2)]
+    units = [[parameter] for parameter in parameters]
+    copies = HostCopies(torch.optim.SGD(parameters, lr=0.5), DEVICE, units, pin_memory=True)
     for _ in range(2):
-        parameter.grad = torch.ones_like(parameter)
+        sum(parameter.square().sum() for parameter in parameters).backward()
         copies.step()
+        copies.gradients.end_window()
+        for parameter in parameters:
+            parameter.grad = None
 
 
 class Stretch(NamedTuple):
@@ -97,8 +101,8 @@ IN_PIECES = (
     Planted(
         "the host steps an offloaded optimizer",
         ("host-optimizer",),
-        "Stream.synchronize",
-        "unishard_fsdp/stepped_shards.py",
+        "Event.synchronize",
+        "unishard_fsdp/host_copies.py",
     ),
     Planted("a background save reads its copy", ("background-save",), "cuda.synchronize", "checkpoint/background.py"),
 )
@@ -132,6 +136,21 @@ def test_a_wait_that_activations_lack_is_noticed(planted):
             said = noticed(offloaded_activations)
         assert skipped
         assert "without a wait for" in said or "it needs record_stream, or a wait" in said
+
+
+OF_HOST_COPIES = (
+    Planted("weights and gradients are computed, then go down", (), "Stream.wait_stream", "", ("_read",)),
+    Planted("weights go up, then are read", (), "Stream.wait_stream", "", ("_write",)),
+)
+
+
+@pytest.mark.parametrize("planted", OF_HOST_COPIES, ids=str)
+def test_a_wait_that_host_copies_lack_is_noticed(planted):
+    for _ in range(TIMES):
+        with without(planted.wait, "unishard_fsdp/host_copies.py", *planted.functions) as skipped:
+            said = noticed(host_optimizer)
+        assert skipped
+        assert "without a wait for" in said
 
 
 def test_a_pinned_buffer_that_is_used_again_is_noticed(monkeypatch):

@@ -11,7 +11,7 @@ from harness import BACKENDS, curve, own_share, prepare, train
 from harness import checked as config
 
 from unishard.testing import run_ranks
-from unishard_fsdp.fsdp_adapter import HostCopies
+from unishard_fsdp.host_copies import HostCopies
 
 pytestmark = pytest.mark.gpu
 
@@ -47,7 +47,8 @@ def test_copies_to_and_from_the_host_do_not_race():
     start, gradients = torch.randn(2**22), [torch.randn(2**22) for _ in range(4)]
     wanted, parameter = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.cuda())
     plain = torch.optim.AdamW([wanted], lr=0.01)
-    on_host = HostCopies(torch.optim.AdamW([parameter], lr=0.01), pin_memory=True)
+    optimizer = torch.optim.AdamW([parameter], lr=0.01)
+    on_host = HostCopies(optimizer, parameter.device, [[parameter]], pin_memory=True)
     for turn in range(50):
         wanted.grad = gradients[turn % 4]
         plain.step()

@@ -51,6 +51,8 @@ def _on_two(backend):
             if backend == "deepspeed":
                 yield "mlp", base | {"offload": {"optimizer": "cpu"}}
                 yield "mlp", base | {"precision": LOW}
+                if strategy == "shard_grad_op":
+                    yield "mlp", base | {"offload": {"optimizer": "cpu"}, "training": {"micro_batch_size": 2}}
     yield "mlp", {"precision": "bf16", "offload": "cpu"}
     yield "mlp", {"sharding": "shard_optimizer", "optimizer": GROUPS}
     for optimizer in ({"name": "sgd", "momentum": 0.9}, {"name": "adagrad"}):

@@ -11,6 +11,7 @@ import torch
 from harness import assert_conforms, in_ranks, play, values
 from harness.training import BACKENDS, config, curve, everyones, own_share, train
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import unishard
 from unishard.testing import oracle
@@ -85,6 +86,27 @@ def test_what_hooks_write_counts(strategy, where):
     for each in before:
         wanted = (before[each] - 0.1 * gradient) * 0.5 if each == name else before[each]
         torch.testing.assert_close(after[each], wanted, rtol=1e-6, atol=1e-7)
+
+
+@in_ranks(cells=PLACES)
+def test_a_hook_on_every_optimizer_sees_one_step_of_all_and_its_edits_count(strategy, where):
+    calls = []
+
+    def zero(optimizer: Any, args: Any, kwargs: Any) -> None:
+        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        calls.append(len(every))
+        for parameter in every:
+            parameter.grad.zero_()
+
+    with unishard.prepare(mlp(), config("fsdp", strategy, offload=OFFLOAD[where])) as engine:
+        before = engine.weights.norms()
+        handle = register_optimizer_step_pre_hook(zero)
+        try:
+            train(engine, own_share(1))
+        finally:
+            handle.remove()
+        assert engine.weights.norms() == before
+        assert calls == [len([*engine.module.parameters()])]
 
 
 def cleared(backend, strategy, where):

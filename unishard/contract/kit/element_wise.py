@@ -29,7 +29,12 @@ def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
 
     By class: what a subclass does differently is not known. An optimizer of matrices knows what shards it steps.
     """
+    return isinstance(optimizer, MatrixOptimizer) or steps_each_alone(optimizer)
+
+
+def steps_each_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the update of a parameter is known to need no other parameter, so that several calls of `step`, each on
+    some parameters, are one update of all.
+    """
     kind = type(optimizer)
-    if isinstance(optimizer, MatrixOptimizer):
-        return True
     return kind in _ELEMENT_WISE or (kind.__module__, kind.__name__) == ("lion_pytorch.lion_pytorch", "Lion")

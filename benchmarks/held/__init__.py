@@ -1,0 +1,1 @@
+"""Bytes that a rank holds for each parameter, beside those of `unishard plan`."""
