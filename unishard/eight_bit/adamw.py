@@ -62,8 +62,8 @@ class AdamW8bit(ShardOptimizer):
         return numel < self.from_size or name in self.full
 
     def first_state(self, options: Mapping[str, Any], tensor: Tensor) -> dict[str, Any]:
-        """That of torch's AdamW: moments of 8 bits are saved as what they stand for."""
-        return first_state(tensor.float())
+        """That of torch's AdamW: of moments of 8 bits, what they stand for is saved."""
+        return first_state(tensor)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
