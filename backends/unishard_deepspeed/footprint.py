@@ -28,7 +28,7 @@ from functools import cached_property
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Bytes, Collective, Footprint
+from unishard.contract.footprint import Bytes, Collective, Footprint, Piece
 from unishard.contract.model_shape import ModelShape
 from unishard_deepspeed import fields
 from unishard_deepspeed.stage3_footprint import Stage3
@@ -98,16 +98,22 @@ class _Stage12(StageFootprint):
         return [numel // self.ranks for numel in self.aligned]
 
     @cached_property
-    def reached(self) -> int:
-        """Elements of all parameters of which a piece lies in this rank's parts, each in full."""
-        numel = 0
+    def pieces(self) -> list[Piece]:
+        """Of the parameters of which a piece lies in this rank's parts, that piece."""
+        found = []
         for group, part in zip(self.groups, self.parts, strict=True):
             start, first = 0, part * (self.rank % self.ranks)
             for parameter in group:
-                if start < first + part and start + parameter.numel > first:
-                    numel += parameter.numel
+                held = min(start + parameter.numel, first + part) - max(start, first)
+                if held > 0:
+                    found.append(Piece(max(0, first - start), held, parameter.numel))
                 start += parameter.numel
-        return numel
+        return found
+
+    @cached_property
+    def reached(self) -> int:
+        """Elements of all parameters of which a piece lies in this rank's parts, each in full."""
+        return sum(piece.numel for piece in self.pieces)
 
     def footprint(self) -> Footprint:
         part, largest = sum(self.parts), max((parameter.numel for parameter in self.trainable), default=0)

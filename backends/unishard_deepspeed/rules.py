@@ -225,7 +225,8 @@ _OWN: Mapping[str, Rule] = {
             "nvme",
             lambda cfg: cfg.offload.optimizer == "nvme",
             Fit.UNSUPPORTED,
-            "DeepSpeed 0.19.8 makes other updates with torch's optimizers in files; choose cpu",
+            "DeepSpeed 0.19.8 makes other updates with torch's optimizers in files; choose cpu, or optimizer.name: "
+            "adamw_8bit",
         ),
         to=fields.offload_optimizer,
     ),
@@ -282,7 +283,7 @@ _OWN: Mapping[str, Rule] = {
     "optimizer.name": Rule(
         Fit.EXACT,
         "client optimizer",
-        "unishard passes in the torch optimizer, or its Muon; ZeRO hands it flat fp32 partitions",
+        "unishard passes in the torch optimizer, or its Muon or AdamW of 8 bits; ZeRO hands it flat fp32 partitions",
     ),
     "optimizer.no_decay": _GROUPS,
     "optimizer.groups": _GROUPS,

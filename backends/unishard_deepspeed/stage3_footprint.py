@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cached_property
 
-from unishard.contract.footprint import Bytes, Collective, Footprint
+from unishard.contract.footprint import Bytes, Collective, Footprint, Piece
 from unishard.contract.model_shape import ParameterShape
 from unishard_deepspeed import fields
 from unishard_deepspeed.second_copy import group_of
@@ -19,6 +19,13 @@ class Stage3(StageFootprint):
     def group(self) -> int | None:
         """Ranks that keep a second copy of what was gathered, until the update if it is trainable."""
         return group_of(self.zero, self.ranks)
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """See `StageFootprint.pieces`."""
+        parts = [(each.flat(self.ranks), each.numel) for each in self.trainable]
+        begun = [(self.rank % self.ranks * part, part, numel) for part, numel in parts]
+        return [Piece(start, max(0, min(part, numel - start)), numel) for start, part, numel in begun]
 
     def footprint(self) -> Footprint:
         """See `StageFootprint.footprint`."""

@@ -10,7 +10,7 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Bytes, Collective, Footprint, exchanged, optimizer_state
+from unishard.contract.footprint import Bytes, Collective, Footprint, Piece, exchanged, optimizer_state
 from unishard.contract.kit.parameter_groups import groups_of, matrices_of
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
 from unishard_deepspeed import fields
@@ -74,11 +74,18 @@ class StageFootprint(ABC):
     def state(self, elements: Sequence[int]) -> int:
         """Bytes of the optimizer state of this rank's part of each group, with these numbers of elements."""
         are = [group[0].name in self.matrices for group in self.groups]
-        return optimizer_state(self.cfg, zip(elements, are, strict=True))
+        return optimizer_state(self.cfg, zip(elements, are, strict=True), self.pieces)
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """What this rank updates of each trainable parameter."""
+        return [Piece(0, parameter.numel, parameter.numel) for parameter in self.trainable]
 
     def whole_state(self) -> int:
         """Bytes of the optimizer state of all parameters, each by itself."""
-        return optimizer_state(self.cfg, ((each.numel, each.name in self.matrices) for each in self.trainable))
+        return optimizer_state(
+            self.cfg, ((each.numel, each.name in self.matrices) for each in self.trainable), self.pieces
+        )
 
     def exchanged(self) -> tuple[Collective, ...]:
         """The exchange of matrices with their owners, once a step."""

@@ -29,7 +29,7 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Bytes, Collective, Footprint, exchanged, optimizer_state
+from unishard.contract.footprint import Bytes, Collective, Footprint, Piece, exchanged, optimizer_state
 from unishard.contract.kit.parameter_groups import groups_of, matrices_of
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
 
@@ -95,7 +95,11 @@ class _Sharded:
         gradients = sum(parameter.rows(self._ranks) * master for parameter in shape.trainable)
         matrices = matrices_of(cfg.optimizer, shape.trainable)
         are = [parameter.name in matrices for parameter in shape.trainable]
-        state = optimizer_state(cfg, zip(own, are, strict=True))
+        pieces = [
+            Piece(min(rank * each.rows(self._ranks), each.numel), held, each.numel)
+            for each, held in zip(shape.trainable, own, strict=True)
+        ]
+        state = optimizer_state(cfg, zip(own, are, strict=True), pieces)
         computing, reducing, final = self._moments(0 if offloads else master)
         return Footprint(
             parameters=place(parameters),
@@ -263,7 +267,13 @@ def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> 
     return Footprint(
         parameters=Bytes(parameters),
         masters=Bytes(),
-        optimizer=Bytes(optimizer_state(cfg, ((each.numel, each.name in matrices) for each in stepped))),
+        optimizer=Bytes(
+            optimizer_state(
+                cfg,
+                ((each.numel, each.name in matrices) for each in stepped),
+                [Piece(0, each.numel, each.numel) for each in stepped],
+            )
+        ),
         gradients=Bytes(gradients),
         kept_gradients=Bytes(gradients),
         buffers=Bytes(_buffers(shape, cfg)),

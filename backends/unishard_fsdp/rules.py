@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unishard.contract.field_rows import exact, row
+from unishard.contract.field_rows import NO_FILES, NO_STATE_IN_FILES, exact, row
 from unishard.contract.loop_rules import complete
 from unishard.contract.rules import Fit, Rule, When, done_by_unishard, unless
 from unishard_fsdp import fields
 
 _TOGETHER = "CPUOffloadPolicy moves parameters, gradients and optimizer state together"
-_NO_NVME = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
 
 
 _OWN: Mapping[str, Rule] = {
@@ -157,7 +156,7 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "CPUOffloadPolicy",
         _TOGETHER,
-        When("nvme", lambda cfg: cfg.offload.params == "nvme", Fit.UNSUPPORTED, _NO_NVME),
+        When("nvme", lambda cfg: cfg.offload.params == "nvme", Fit.UNSUPPORTED, NO_FILES),
         When(
             "cpu without offload.optimizer: cpu",
             lambda cfg: cfg.offload.optimizer == "none",
@@ -170,7 +169,7 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "CPUOffloadPolicy, or the optimizer on host copies",
         _TOGETHER,
-        When("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Fit.UNSUPPORTED, _NO_NVME),
+        When("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Fit.UNSUPPORTED, NO_STATE_IN_FILES),
         When(
             "cpu with native.fsdp.zero_redundancy_optimizer",
             fields.zero_redundancy,
@@ -197,9 +196,16 @@ _OWN: Mapping[str, Rule] = {
         "pinned where a CUDA device is present; without one there is nothing to copy to and torch refuses to pin",
         to=fields.for_forms(("fully_shard",), fields.offload),
     ),
-    "offload.nvme_path": Rule(Fit.UNSUPPORTED, "none", _NO_NVME),
+    "offload.nvme_path": row(
+        Fit.UNSUPPORTED,
+        "none",
+        NO_FILES,
+        When(
+            "with offload.optimizer only", lambda cfg: cfg.offload.params != "nvme", Fit.UNSUPPORTED, NO_STATE_IN_FILES
+        ),
+    ),
     "optimizer.name": done_by_unishard(
-        "torch's (fused AdamW and Adam; fused SGD without shards), lion-pytorch's, or Muon on shards"
+        "torch's (fused AdamW and Adam; fused SGD without shards), lion-pytorch's, or Muon or AdamW of 8 bits on shards"
     ),
     "communication.reduce_bucket_size": row(
         Fit.EXACT,

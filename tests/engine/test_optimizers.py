@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import bitsandbytes
 import lion_pytorch
 import pytest
 import torch
@@ -61,6 +62,11 @@ def built(build: OptimizerBuilder, on: nn.Module) -> torch.optim.Optimizer:
             lion_pytorch.Lion,
             {"betas": (0.5, 0.6), "weight_decay": 0.2},
         ),
+        (
+            {"name": "adamw_8bit", "betas": [0.5, 0.6], "eps": 1e-3},
+            bitsandbytes.optim.AdamW8bit,
+            {"betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.01},
+        ),
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) and "name" in value else "",
 )
@@ -87,12 +93,14 @@ def test_groups_of_the_config() -> None:
     assert found == [(0.1, 0.2, ["0.weight"]), (0.1, 0.0, ["0.bias"]), (0.3, 0.2, ["1.weight"]), (0.3, 0.0, ["1.bias"])]
 
 
-def test_lion_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "extra"), [("lion", "optimizers"), ("adamw_8bit", "adamw8bit")])
+def test_an_optimizer_without_its_package(monkeypatch: pytest.MonkeyPatch, name: str, extra: str) -> None:
     monkeypatch.setattr(optimizers, "find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"optimizer\.name: lion needs a package that is not installed; pip install 'unishard\[opt"
+        ConfigError,
+        match=rf"optimizer\.name: {name} needs a package that is not installed; pip install 'unishard\[{extra}\]'",
     ):
-        factory(Optimizer.model_validate({"name": "lion"}), model())
+        factory(Optimizer.model_validate({"name": name}), model())
 
 
 @pytest.mark.parametrize(

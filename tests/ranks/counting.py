@@ -62,8 +62,12 @@ def counted(engine: Any) -> dict[str, int]:
     stepped = storages(tensor for group in optimizer.param_groups for tensor in group["params"])
     stepped |= storages(tensor for tensor in optimizer.state if isinstance(tensor, Tensor))
     stepped |= storages(getattr(engine._adapter.optimizer_state, "stepped", {}).values())
+    states = [*optimizer.state.values(), *getattr(optimizer, "small", {}).values()]
+    eight_bit = [tensor for moments in getattr(optimizer, "moments", {}).values() for tensor in moments.tensors]
+    flat = getattr(engine._adapter.optimizer_state, "_masters", None)
+    stepped |= storages(flat.shards) if eight_bit and flat is not None else {}
     state = storages(
-        value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)
+        [*(value for values in states for value in values.values() if isinstance(value, Tensor)), *eight_bit]
     )
     every = [*parameters, *(tensor for group in optimizer.param_groups for tensor in group["params"])]
     gradients = storages(tensor.grad for tensor in every if tensor.grad is not None)

@@ -4,6 +4,7 @@ collectives."""
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -19,12 +20,16 @@ from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.model_shape import ITEMSIZE
+from unishard.eight_bit.codes import levels
 from unishard.engine.model.shape import shape_of
+from unishard.testing.features.eight_bit import wide
 from unishard.testing.features.lora import lora
 from unishard.testing.models import MODELS, batch, llama
 from unishard.tools.plan.candidates import candidate_of
 from unishard.tools.plan.tracing import trace
 
+TABLES = 2048
+"""Bytes that any optimizer object of bitsandbytes keeps."""
 PURE = {"compute": "bf16", "master": "bf16"}
 LOW = {"compute": "bf16", "reduce": "bf16", "accumulate": "bf16"}
 GROUPS = {
@@ -59,6 +64,8 @@ def _on_two(backend):
         yield "mlp", {"optimizer": optimizer}
     for strategy in ("shard_optimizer", "full_shard"):
         yield "mlp", {"sharding": strategy, "optimizer": "muon"}
+        yield "wide", {"sharding": strategy, "optimizer": "adamw_8bit"}
+        yield "wide", {"sharding": strategy, "precision": "bf16", "optimizer": "adamw_8bit"}
     if backend == "fsdp":
         yield "mlp", {"sharding": "shard_optimizer", "native": {"fsdp": {"zero_redundancy_optimizer": True}}}
         yield "mlp", {"optimizer": {"name": "sgd"}}
@@ -95,7 +102,8 @@ def _in_turns(cells):
 
 
 def _build(model):
-    return lora(torch.bfloat16) if model == "lora" else MODELS[model].build()
+    built = {"lora": partial(lora, torch.bfloat16), "wide": wide}
+    return built[model]() if model in built else MODELS[model].build()
 
 
 def _expected(planned):
@@ -119,15 +127,18 @@ def measured(model, text):
         {"training": {"micro_batch_size": 2, "gradient_accumulation_steps": 2}, **UNCHECKED, **eval(text, {})}
     )
     topology = unishard.Topology.from_environment()
+    for signed in (True, False):
+        levels(torch.device("cpu"), signed=signed)  # a table of 1 KiB, once a process
     begin()
     built = _build(model)
     planned = registry.get(cfg.backend).footprint(shape_of(built, cfg.sharding), cfg, topology)
-    data = "llama" if model == "lora" else model
+    data = {"lora": "llama", "wide": "mlp"}.get(model, model)
     with unishard.prepare(built, cfg) as engine:
         for turn in range(2):
             engine.backward(engine(**batch(data, 2 * turn + topology.rank, 2)).loss)
             engine.step()
         expected = _expected(planned)
+        expected["buffers and gradients"] += TABLES if model == "wide" else 0
         # On a busy machine a thread of gloo releases the tensor of a finished collective later than the collective
         # ends.
         for _ in range(20):

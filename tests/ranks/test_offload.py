@@ -268,7 +268,10 @@ def without_fp16(*arguments):
         refused(*arguments)
 
 
-FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
+FILES = (
+    "PyTorch has no offload to files, and DeepSpeed 0.19.8 makes other updates in them; choose cpu, or optimizer.name: "
+    "adamw_8bit"
+)
 ASYNC_IO = (
     "BackendError: offload to nvme needs DeepSpeed's async_io op, which cannot be found or built here; install libaio "
     "with its headers (libaio-dev, libaio-devel) and a C++ compiler, or set offload.params to cpu"
@@ -277,7 +280,9 @@ ROUNDS = (
     "BackendError: offload.params: nvme would round the fp32 parameters to bf16 on a device without fp16 (DeepSpeed "
     "0.19.8); set it to cpu, or precision to bf16"
 )
-OTHER = "DeepSpeed 0.19.8 makes other updates with torch's optimizers in files; choose cpu"
+OTHER = (
+    "DeepSpeed 0.19.8 makes other updates with torch's optimizers in files; choose cpu, or optimizer.name: adamw_8bit"
+)
 REFUSED = {
     (strictly, ("fsdp", "cpu", "none")): (
         "TranslationError: offload.params: 'cpu' is only approximate on fsdp, and strict is true: CPUOffloadPolicy "

@@ -21,8 +21,8 @@ def _pair(value: Any) -> Any:
 
 _ADAM = ("adamw", "adam")
 _BELONGS = {
-    "betas": (*_ADAM, "lion", "muon"),
-    "eps": (*_ADAM, "adagrad", "muon"),
+    "betas": (*_ADAM, "adamw_8bit", "lion", "muon"),
+    "eps": (*_ADAM, "adamw_8bit", "adagrad", "muon"),
     "amsgrad": _ADAM,
     "momentum": ("sgd", "muon"),
     "nesterov": ("sgd", "muon"),
@@ -48,7 +48,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "eps": {"adagrad": 1e-10},
     "momentum": {"muon": 0.95},
     "nesterov": {"muon": True},
-    "weight_decay": {"adamw": 0.01, "muon": 0.1},
+    "weight_decay": {"adamw": 0.01, "adamw_8bit": 0.01, "muon": 0.1},
 }
 
 
@@ -85,22 +85,23 @@ class Optimizer(Section):
 
     shorthand: ClassVar[tuple[str, ...]] = ("name",)
 
-    name: Annotated[Literal["adamw", "adam", "sgd", "adagrad", "lion", "muon"], BeforeValidator(lower), Spellings()] = (
-        Field(default="adamw")
-    )
+    name: Annotated[
+        Literal["adamw", "adam", "sgd", "adagrad", "lion", "muon", "adamw_8bit"], BeforeValidator(lower), Spellings()
+    ] = Field(default="adamw")
     """`adamw` (decoupled weight decay), `adam` (weight decay added to the gradient), `sgd` and `adagrad` are torch's,
     fused where torch supports it; `lion` comes from the package lion-pytorch (the extra `optimizers`); `muon` is
-    torch's Muon for `matrices`, on shards, and `adamw` for all other parameters."""
+    torch's Muon for `matrices`, on shards, and `adamw` for all other parameters; `adamw_8bit` is AdamW with
+    moments of 8 bits, by the kernels of bitsandbytes (the extra `adamw8bit`)."""
     lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
     """Learning rate, before the schedule; with `muon` that of its matrices."""
     betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(_pair), _without("betas")] = Field(
         default_factory=_default("betas", (0.9, 0.999))
     )
-    """Decay rates of the moments, of `adamw` and `adam` (default 0.9, 0.999) and `lion` (default 0.9, 0.99), and of
-    what AdamW updates beside `muon`."""
+    """Decay rates of the moments, of `adamw`, `adamw_8bit` and `adam` (default 0.9, 0.999) and `lion` (default 0.9,
+    0.99), and of what AdamW updates beside `muon`."""
     eps: Annotated[float, _without("eps")] = Field(default_factory=_default("eps", 1e-8), ge=0, allow_inf_nan=False)
-    """Term added to the denominator, of `adamw` and `adam` (default 1e-8) and `adagrad` (default 1e-10), and of
-    what AdamW updates beside `muon`."""
+    """Term added to the denominator, of `adamw`, `adamw_8bit` and `adam` (default 1e-8) and `adagrad` (default
+    1e-10), and of what AdamW updates beside `muon`."""
     amsgrad: Annotated[bool, _without("amsgrad")] = Field(default=False)
     """Whether `adamw` and `adam` divide by the largest second moment so far."""
     momentum: Annotated[float, _ONLY_SGD] = Field(default_factory=_default("momentum", 0.0), ge=0, allow_inf_nan=False)
@@ -122,8 +123,8 @@ class Optimizer(Section):
     """Dtype of these iterations, and in which matrices are sent to the rank that makes them: `bf16`, as in torch, or
     `fp32`, which is exact on any number of ranks."""
     weight_decay: float = Field(default_factory=_default("weight_decay", 0.0), ge=0, allow_inf_nan=False)
-    """Weight decay of every trainable parameter that is not exempt below; by default 0.01 with `adamw`, 0.1 with
-    `muon`, else 0."""
+    """Weight decay of every trainable parameter that is not exempt below; by default 0.01 with `adamw` and
+    `adamw_8bit`, 0.1 with `muon`, else 0."""
     no_decay: Annotated[list[Pattern], _NO_DECAY] = Field(default=[])
     """Parameters without weight decay: regular expressions that match anywhere in a parameter's name (`re.search`),
     such as `[bias, norm]`. One that matches no trainable parameter is a warning, and an error if none does."""

@@ -231,7 +231,7 @@ class EngineAdapter(InferenceAdapter):
     def stepped_memory(self) -> Callable[[], Mapping[nn.Parameter, SteppedShard]]:
         """Prepare to say, inside a step of the torch optimizer, which memory it steps.
 
-        Called once, before any step, for optimizers that need whole matrices.
+        Called once, before any step, for optimizers that must know where a shard lies.
 
         Returns:
             A function for the optimizer to call in `step`: by parameter, where this rank's shard of it is then. Of all

@@ -94,6 +94,11 @@ def keeps_more(cfg: Config) -> bool:
 
 
 NO_FILES = "PyTorch has no offload to files; choose cpu, or backend deepspeed"
+NO_STATE_IN_FILES = (
+    "PyTorch has no offload to files, and DeepSpeed 0.19.8 makes other updates in them; choose cpu, or optimizer.name: "
+    "adamw_8bit"
+)
+"""Of the optimizer's state, which no engine keeps in files."""
 BEFORE_EACH_FORWARD = "DistributedDataParallel sends them before each forward"
 BUFFERS = Rule(
     Fit.NEEDS_INPUT,
@@ -140,10 +145,10 @@ def moved_together(key: str, to: Setting) -> dict[str, Rule]:
 
 
 def _moved(part: str, key: str, to: Setting, note: str) -> Rule:
-    rest = "optimizer" if part == "params" else "params"
+    rest, files = ("optimizer", NO_FILES) if part == "params" else ("params", NO_STATE_IN_FILES)
     return exact(
         key,
-        When("nvme", lambda cfg: getattr(cfg.offload, part) == "nvme", Fit.UNSUPPORTED, NO_FILES),
+        When("nvme", lambda cfg: getattr(cfg.offload, part) == "nvme", Fit.UNSUPPORTED, files),
         When(
             f"cpu without offload.{rest}: cpu", lambda cfg: getattr(cfg.offload, rest) != "cpu", Fit.APPROXIMATE, note
         ),

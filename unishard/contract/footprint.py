@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Self
@@ -125,17 +125,42 @@ class Footprint:
         )
 
 
-def optimizer_state(cfg: Config, parameters: Iterable[tuple[int, bool]]) -> int:
-    """Bytes of the optimizer's state of tensors on one rank.
+_FROM_SIZE, _BLOCK = 4096, 256
+"""Elements from which on a parameter has moments of 8 bits, and those of a block with a scale (bitsandbytes 0.50)."""
+
+
+class Piece(NamedTuple):
+    """A rank's shard of a parameter."""
+
+    start: int
+    """Its first element in the flattened parameter."""
+    held: int
+    """Its elements."""
+    numel: int
+    """Those of the parameter."""
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks of the parameter it has elements of."""
+        return (self.start + self.held - 1) // _BLOCK - self.start // _BLOCK + 1
+
+
+def optimizer_state(cfg: Config, tensors: Iterable[tuple[int, bool]], shards: Collection[Piece]) -> int:
+    """Bytes of the optimizer's state on one rank.
 
     Args:
         cfg: The optimizer, and the dtype of the master weights, which its state has too.
-        parameters: Of each stepped tensor its elements, and whether it is updated as a matrix, or as several.
+        tensors: Of each stepped tensor its elements, and whether it is updated as a matrix, or as several.
+        shards: This rank's shard of each parameter: `adamw_8bit` keeps its state by parameter.
     """
     optimizer, size = cfg.optimizer, ITEMSIZE[cfg.precision.master]
-    tensors, rest = optimizer_tensors(optimizer.name, amsgrad=optimizer.amsgrad, momentum=optimizer.momentum)
+    count, rest = optimizer_tensors(optimizer.name, amsgrad=optimizer.amsgrad, momentum=optimizer.momentum)
+    if optimizer.name == "adamw_8bit":
+        held = [each for each in shards if each.held]
+        small = sum(count * each.held * size + rest for each in held if each.numel < _FROM_SIZE)
+        return small + sum(count * (each.held + 4 * each.blocks) for each in held if each.numel >= _FROM_SIZE)
     # Of a matrix Muon keeps only the momentum.
-    return sum(numel * size if matrix else numel * tensors * size + rest for numel, matrix in parameters)
+    return sum(numel * size if matrix else numel * count * size + rest for numel, matrix in tensors)
 
 
 def exchanged(cfg: Config, elements: int, ranks: int) -> tuple[Collective, ...]:
@@ -159,7 +184,7 @@ def optimizer_tensors(name: str, *, amsgrad: bool = False, momentum: float = 0.0
     lion-pytorch 0.2 has one moment and no step.
     """
     match name:
-        case "adamw" | "adam" | "muon":
+        case "adamw" | "adam" | "muon" | "adamw_8bit":
             return 3 if amsgrad else 2, 4
         case "adagrad":
             return 1, 4

@@ -76,7 +76,9 @@ LOOP: Mapping[str, Rule] = {
         "hashes are compared at evaluation and at a save, and persistent buffers that differ merged"
     ),
     "training.seed": done_by_unishard("seeds the data order, and each rank's generators after `prepare`"),
-    "optimizer.name": done_by_unishard("built by unishard: torch's own, Lion of lion-pytorch, or Muon on shards"),
+    "optimizer.name": done_by_unishard(
+        "built by unishard: torch's own, Lion of lion-pytorch, or Muon or AdamW of 8 bits on shards"
+    ),
     "optimizer.lr": _ARGUMENT,
     "optimizer.betas": _ARGUMENT,
     "optimizer.eps": _ARGUMENT,

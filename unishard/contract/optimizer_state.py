@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from unishard.distributed.shard_optimizer import ShardOptimizer
 from unishard.distributed.shards import Shard
 from unishard.errors import CheckpointError
-from unishard.matrices.matrix_optimizer import MatrixOptimizer
 
 
 class StateSpec(NamedTuple):
@@ -211,7 +211,7 @@ def _kinds(optimizer: Any, state: Mapping[str, Any], shape: torch.Size) -> Keys:
 @torch.no_grad()
 def _first_state(optimizer: Any, options: Mapping[str, Any], dummy: nn.Parameter) -> dict[str, Any]:
     """Step a copy of the optimizer on a parameter with a zero gradient, and return its state."""
-    if isinstance(optimizer, MatrixOptimizer):  # a step would be collective
+    if isinstance(optimizer, ShardOptimizer):  # a step may be collective
         return optimizer.first_state(options, dummy)
     kind = type(optimizer)
     inner = [name for name, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]

@@ -32,6 +32,7 @@ from unishard.engine.model.batch_norm import name_synchronized
 from unishard.engine.model.plain_modules import PREPARED
 from unishard.engine.model.quantization.adoption import adopt
 from unishard.engine.optim import stepping
+from unishard.engine.optim.eight_bit import share_blocks
 from unishard.engine.optim.matrices import share_matrices
 from unishard.engine.optim.schedulers import SchedulerFactory
 from unishard.engine.resolve import Fingerprint, fingerprint_of, resolve
@@ -115,6 +116,7 @@ def prepare(
             _verify(adapter, plan)
             if adapter.training is not None and plan.optimizer is not None:
                 share_matrices(adapter.training, plan.optimizer.groups)
+                share_blocks(adapter.training, plan.optimizer.groups)
             engine = Engine(adapter, plan, around)
             on_error.pop_all()  # from here on the engine closes them
         return engine if plan.optimizer is None else _begin(engine, plan, reseed=reseed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -28,17 +28,29 @@ def step_adamw(group: Mapping[str, Any], state: MutableMapping[Any, dict[str, An
     for parameter in parameters:
         if not state[parameter]:
             state[parameter].update(first_state(parameter))
-    if not parameters:
-        return
-    states = [state[parameter] for parameter in parameters]
+    if parameters:
+        update(parameters, [each.grad for each in parameters], [state[each] for each in parameters], group)
+
+
+def update(
+    weights: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[dict[str, Any]], group: Mapping[str, Any]
+) -> None:
+    """Update tensors.
+
+    Args:
+        weights: The tensors.
+        gradients: Of each.
+        states: Of each, see `first_state`.
+        group: Their options.
+    """
     adamw(
-        parameters,
-        [parameter.grad for parameter in parameters],
+        [*weights],
+        [*gradients],
         [each["exp_avg"] for each in states],
         [each["exp_avg_sq"] for each in states],
         [],
         [each["step"] for each in states],
-        fused=group["fused"],
+        fused=group.get("fused", True),
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],

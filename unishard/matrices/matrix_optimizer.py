@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from unishard.distributed.shard_optimizer import ShardOptimizer
 from unishard.distributed.shards import SteppedShard
 from unishard.matrices.adamw import ADAMW, first_state, step_adamw
 from unishard.matrices.exchange import Exchange
@@ -26,7 +27,7 @@ class _Sharing(NamedTuple):
     device: torch.device
 
 
-class MatrixOptimizer(torch.optim.Optimizer):
+class MatrixOptimizer(ShardOptimizer):
     """An optimizer whose update needs whole matrices; a subclass is what it does with one: `update`.
 
     It steps shards as it steps full parameters. Each matrix has an owner among the ranks that share it, which gets the

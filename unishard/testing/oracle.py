@@ -244,6 +244,11 @@ def _optimizer(cfg: Optimizer, named: Sequence[tuple[str, nn.Parameter]]) -> tor
             return _Lion(groups, cfg.betas)
         case "muon":
             return _Muon(groups, cfg)
+        case "adamw_8bit":
+            from bitsandbytes.optim import AdamW8bit
+
+            eight_bit: torch.optim.Optimizer = AdamW8bit(groups, betas=cfg.betas, eps=cfg.eps)
+            return eight_bit
         case "adam":
             return torch.optim.Adam(groups, betas=cfg.betas, eps=cfg.eps, amsgrad=cfg.amsgrad, fused=True)
     return torch.optim.AdamW(groups, betas=cfg.betas, eps=cfg.eps, amsgrad=cfg.amsgrad, fused=True)

@@ -243,8 +243,20 @@ KEYS: Mapping[str, Key] = {
     "optimizer.legacy_fusion": drops("which kernel steps in fp16; same results"),
 }
 
-_TYPES = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adagrad": "Adagrad", "lion": "Lion", "muon": "Muon"}
-_ADAMS = ("adamw", "adam")
+_TYPES = {
+    "adamw": "AdamW",
+    "adam": "Adam",
+    "sgd": "SGD",
+    "adagrad": "Adagrad",
+    "lion": "Lion",
+    "muon": "Muon",
+    "adamw_8bit": "AdamW",
+}
+_ADAMS = ("adamw", "adam", "adamw_8bit")
+_FULL = (
+    "moments of 32 bits, more memory: a file of DeepSpeed's names no optimizer of 8 bits; pass "
+    "bitsandbytes.optim.AdamW8bit to deepspeed.initialize"
+)
 
 
 def _params(**settings: Any) -> Native:
@@ -309,6 +321,7 @@ RULES: Mapping[str, Rule] = {
     "optimizer.name": exact(
         "optimizer.type",
         equivalent(*is_("optimizer.name", "lion"), "DeepSpeed's own kernel (FusedLion or DeepSpeedCPULion)"),
+        approximate(*is_("optimizer.name", "adamw_8bit"), _FULL),
         to=_name_of,
     ),
     "optimizer.lr": Rule(Fit.EXACT, f"{_P}lr, scheduler.params.warmup_max_lr", to=_lr_of, auto=True),

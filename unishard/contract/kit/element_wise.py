@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from unishard.matrices.matrix_optimizer import MatrixOptimizer
+from unishard.distributed.shard_optimizer import ShardOptimizer
 
 _ELEMENT_WISE = (
     torch.optim.Adadelta,
@@ -27,9 +27,9 @@ lion_pytorch.
 def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an update is known to be element-wise, so that stepping shards as plain tensors gives the same values.
 
-    By class: what a subclass does differently is not known. An optimizer of matrices knows what shards it steps.
+    By class: what a subclass does differently is not known. A `ShardOptimizer` knows what shards it steps.
     """
-    return isinstance(optimizer, MatrixOptimizer) or steps_each_alone(optimizer)
+    return isinstance(optimizer, ShardOptimizer) or steps_each_alone(optimizer)
 
 
 def steps_each_alone(optimizer: torch.optim.Optimizer) -> bool:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from unishard.config import Optimizer, Scheduler
 from unishard.contract.backend import OptimizerBuilder, OptimizerFactory
 from unishard.engine.optim.compute_groups import separate
+from unishard.engine.optim.eight_bit import on_blocks
 from unishard.engine.optim.empty_groups import without_empty
 from unishard.engine.optim.matrices import on_shards
 from unishard.engine.optim.optimizers import description_of_built, factory, from_factory, move_to_shards
@@ -70,8 +71,8 @@ class OptimizerSetup:
         pairs = list(named)
         optimizer: torch.optim.Optimizer = self._build(pairs)
         separate(optimizer, self.scheduler)
-        self.optimizer, optimizer = optimizer, on_shards(without_empty(optimizer))
         names = {id(parameter): name for name, parameter in pairs}
+        self.optimizer, optimizer = optimizer, on_blocks(on_shards(without_empty(optimizer)), names)
         self.groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         if self._scheduler is not None and self.scheduler is None:
             self.scheduler = build_scheduler(self._scheduler, self.optimizer)  # type: ignore[arg-type]  # not a scheduler, so a function

@@ -16,12 +16,16 @@ from torch import Tensor, nn
 from unishard import config
 from unishard.contract.backend import OptimizerBuilder, OptimizerFactory
 from unishard.contract.kit.parameter_groups import groups_of, without_match
+from unishard.engine.optim.eight_bit import adamw_8bit_of, follow_overrides, is_adamw_8bit, problems_of
 from unishard.engine.optim.matrices import muon_of, steps_shards
 from unishard.errors import ConfigError, Problem
 
 _FULL_TENSORS = (torch.optim.Adafactor, torch.optim.Muon)
 """Their update is not element-wise, so updating a shard would give other values (torch 2.13); so is that of others of
 the same name, such as the Adafactor of transformers. For Muon there is one that steps shards."""
+
+_PACKAGES = {"lion": ("lion_pytorch", "optimizers"), "adamw_8bit": ("bitsandbytes", "adamw8bit")}
+"""Of optimizers that are not torch's: the package, and the extra that installs it."""
 
 _logger = logging.getLogger("unishard")
 
@@ -65,14 +69,12 @@ def require_package(cfg: config.Optimizer) -> None:
     Raises:
         ConfigError: It is not.
     """
-    if cfg.name == "lion" and find_spec("lion_pytorch") is None:
-        raise ConfigError(
-            [
-                Problem(
-                    "optimizer.name", "lion needs a package that is not installed; pip install 'unishard[optimizers]'"
-                )
-            ]
-        )
+    if cfg.name not in _PACKAGES:
+        return
+    package, extra = _PACKAGES[cfg.name]
+    if find_spec(package) is None:
+        what = f"{cfg.name} needs a package that is not installed; pip install 'unishard[{extra}]'"
+        raise ConfigError([Problem("optimizer.name", what)])
 
 
 def _new(cfg: config.Optimizer, groups: list[dict[str, Any]], *, fuses: bool) -> torch.optim.Optimizer:
@@ -100,6 +102,8 @@ def _new(cfg: config.Optimizer, groups: list[dict[str, Any]], *, fuses: bool) ->
 
             lion: torch.optim.Optimizer = Lion(groups, lr=cfg.lr, betas=cfg.betas)
             return lion
+        case "adamw_8bit":
+            return adamw_8bit_of(cfg, groups)
         case "muon":
             return muon_of(cfg, groups)
 
@@ -164,6 +168,7 @@ def move_to_shards(optimizer: torch.optim.Optimizer, model: nn.Module, *, sharde
 
     def move(named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         found = dict(named)
+        follow_overrides(optimizer, {number: found[name] for number, name in names.items() if name in found})
         # Only Adagrad has state before its first step, and recreates it if missing (torch 2.13, optim/adagrad.py).
         optimizer.state.clear()
         for group, places in zip(optimizer.param_groups, kept, strict=True):
@@ -244,6 +249,8 @@ def _problems(optimizer: torch.optim.Optimizer, *, sharded: bool) -> Iterator[st
     names = {each.__name__ for each in type(optimizer).__mro__}
     if sharded and not steps_shards(optimizer) and any(each.__name__ in names for each in _FULL_TENSORS):
         yield f"{kind} needs full tensors, but engines step shards; choose no_shard or another optimizer"
+    if is_adamw_8bit(optimizer):
+        yield from problems_of(optimizer)
     for option, why in (
         ("differentiable", "there is no backward through an update"),
         ("capturable", "updates are not captured in a CUDA graph"),

@@ -25,6 +25,7 @@ from unishard.distributed.dtypes import name_of
 from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import Shard, shard_norms
 from unishard.engine.state.average_shards import has_average, resume_average
+from unishard.engine.state.eight_bit_state import Converted
 from unishard.engine.state.extra_state import restore_extra_state
 from unishard.engine.state.manifest_validation import require_sense
 from unishard.engine.state.matrix_state import resume_matrix_state
@@ -74,8 +75,8 @@ def restore(
     run.adapter.reshard_all()
     run.order.writes += 1
     reader = on_all(group, lambda: CheckpointReader(run, folder, manifest, tensors, strict=strict))
-    if run.accumulation is not None:
-        run.accumulation.adapter.optimizer_state.make(reader.specs)
+    if run.tensors.optimizer_state is not None:
+        run.tensors.optimizer_state.make(reader.specs)
     try:
         on_all(group, reader.fill)
     except CheckpointError as error:  # content that was not checked before
@@ -84,7 +85,7 @@ def restore(
         ) from error
     on_all(group, lambda: resume_matrix_state(run.torch_optimizer, tensors))
     run.adapter.loaded()
-    notes = [*reader.notes, *resume(run, manifest, states, group), *notes_of_state]
+    notes = [*reader.notes, *reader.converted.notes(group), *resume(run, manifest, states, group), *notes_of_state]
     notes += on_all(group, lambda: [*restore_extra_state(run.adapter.module, extra)])
     average = run.tensors.average
     if average is not None:
@@ -127,6 +128,8 @@ class CheckpointReader:
         self._match = fit(manifest, shapes, self._wanted(), strict=strict)
         self.notes = self._match.notes
         """What did not match."""
+        self.converted = Converted(0, 0)
+        """What became of moments of 8 bits, once they are read."""
         self.specs: Mapping[nn.Parameter, StateSpec] = dict(self._specs())
         """The optimizer state to create before it is read."""
         self._require()
@@ -193,6 +196,8 @@ class CheckpointReader:
                 strided.append((name, values, flat))
             requests.append(ReadRequest(name, 0 if shard.group is None else shard.start, flat))
         self._tensors.read(requests)
+        if self._run.tensors.eight_bit is not None:
+            self.converted = self._run.tensors.eight_bit.fill(set(self._match.optimizer), self._tensors)
         for name, values, flat in strided:
             values.copy_(flat.view(values.shape))
             if hash_of(values) != hash_of(flat):
@@ -247,6 +252,8 @@ class CheckpointReader:
         held = {name: shards[name] for name in self._match.model}
         for name, parameter in self._run.tensors.trained().items():
             needs = self._match.optimizer.get(name)
+            if self._run.tensors.eight_bit is not None and self._run.tensors.eight_bit.is_8bit(parameter):
+                continue  # compared when it was read
             place = self._run.adapter.master_shard(parameter)
             mine = self._run.tensors.optimizer_shards_of(parameter) if needs else {}
             for key in sorted(needs.tensors if needs else ()):

@@ -20,6 +20,7 @@ from unishard.data import position
 from unishard.data.position import Position
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.on_ranks import on_all
+from unishard.eight_bit.adamw import AdamW8bit
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.state import random_state
 from unishard.engine.state.run import Run
@@ -167,9 +168,8 @@ def _resume_optimizer(run: Run, accumulation: Accumulation, manifest: Manifest) 
     if manifest.optimizer is None or manifest.schedule is None:
         return
     was, runs = manifest.optimizer.class_name, type(accumulation.adapter.torch_optimizer).__name__
-    if (
-        was != runs and hasattr(torch.optim, was) and hasattr(torch.optim, runs)
-    ):  # other classes are fused or CPU variants of these
+    ours = (AdamW8bit.__name__, *vars(torch.optim))
+    if was != runs and was in ours and runs in ours:  # other classes are fused or CPU variants of these
         yield f"the optimizer was {was}; using {runs} of the config"
     then, schedule = manifest.optimizer.groups, accumulation.schedule
     if [sorted(each.names) for each in then] != [sorted(names) for names in run.group_names]:

@@ -71,7 +71,8 @@ def take_snapshot(run: Run, state: Any, merged: Merged, group: dist.ProcessGroup
     )
     return Snapshot(
         step=run.order.updates,
-        shards={name: lazy_shard_of(shard) for name, shard in shards.items() if shard.shape.numel()},
+        shards={name: lazy_shard_of(shard) for name, shard in shards.items() if shard.shape.numel()}
+        | tensors.lazy_moments(),
         ties=tensors.ties(),
         facts=on_all(group, lambda: _facts(run))
         | {"data": _gathered(data, group), "state": user, "extra_state": extra},

@@ -10,9 +10,11 @@ from unishard.checkpoint import tensor_names
 from unishard.checkpoint.export.sources import persistent_buffers
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.contract.adapter import EngineAdapter, InferenceAdapter
+from unishard.contract.optimizer_state import OptimizerState
 from unishard.distributed.lazy_shards import LazyShard, lazy_shard_of
 from unishard.distributed.shards import Shard
 from unishard.engine.state.average_shards import AverageShards
+from unishard.engine.state.eight_bit_state import eight_bit_state_of
 
 
 class StateTensors:
@@ -26,7 +28,11 @@ class StateTensors:
             training: The same adapter if there is an optimizer, else None.
         """
         self._adapter = adapter
-        self._training = training
+        self.eight_bit = eight_bit_state_of(training)
+        """The optimizer's state, if it is AdamW with moments of 8 bits."""
+        self.optimizer_state: OptimizerState | None = (
+            self.eight_bit or training.optimizer_state if training is not None else None
+        )
         self._module = adapter.module
         self.named = dict(adapter.module.named_parameters(remove_duplicate=False))
         """The engine's parameters by the user's names; a tied parameter under each of its names."""
@@ -72,7 +78,11 @@ class StateTensors:
 
     def optimizer_shards_of(self, parameter: nn.Parameter) -> dict[str, Shard]:
         """The optimizer's state of one parameter, by the optimizer's own keys."""
-        return {} if self._training is None else self._training.optimizer_state.shards(parameter)
+        return {} if self.optimizer_state is None else self.optimizer_state.shards(parameter)
+
+    def lazy_moments(self) -> dict[str, LazyShard]:
+        """The rest of the optimizer's state, which is not live memory, by checkpoint name."""
+        return {} if self.eight_bit is None else dict(self.eight_bit.lazy())
 
     def average_shards(self) -> dict[str, Shard]:
         """The moving average, by checkpoint name."""

@@ -18,8 +18,11 @@ from unishard.formats.names import names
 NO_DECAY = r"(?i)bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
 """The names that `Trainer.get_decay_parameter_names` exempts (transformers 5.23, trainer.py), as one pattern."""
 
-ADAM = ("adamw", "adam")
+ADAM = ("adamw", "adam", "adamw_8bit")
 _EIGHT = "8-bit state there, the dtype of the master weights here: more exact, more memory"
+_EMBEDDINGS = "Trainer keeps the state of embeddings in 32 bits, which has 8 here: less memory"
+_NOT_PAGED = f"its state lies in device memory and is not paged to the host; {_EMBEDDINGS}"
+_TORCHAO = "bitsandbytes' kernels instead of torchao's: other blocks where a parameter is no multiple of 256 elements"
 _FOUR = "4-bit state there, the dtype of the master weights here: more exact, more memory"
 _PAGED = "the same algorithm; its state lies in device memory and is not paged to the host"
 _NAMES: Mapping[str, tuple[str, Fit, str]] = {
@@ -34,12 +37,12 @@ _NAMES: Mapping[str, tuple[str, Fit, str]] = {
         Fit.APPROXIMATE,
         "state in the dtype of the master weights, without Kahan summation",
     ),
-    "adamw_torch_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
+    "adamw_torch_8bit": ("adamw_8bit", Fit.APPROXIMATE, _TORCHAO),
     "adamw_torch_4bit": ("adamw", Fit.APPROXIMATE, _FOUR),
-    "adamw_bnb_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
-    "adamw_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
+    "adamw_bnb_8bit": ("adamw_8bit", Fit.APPROXIMATE, _EMBEDDINGS),
+    "adamw_8bit": ("adamw_8bit", Fit.APPROXIMATE, _EMBEDDINGS),
     "paged_adamw_32bit": ("adamw", Fit.EQUIVALENT, _PAGED),
-    "paged_adamw_8bit": ("adamw", Fit.APPROXIMATE, _EIGHT),
+    "paged_adamw_8bit": ("adamw_8bit", Fit.APPROXIMATE, _NOT_PAGED),
     "sgd": ("sgd", Fit.EXACT, ""),
     "adagrad": ("adagrad", Fit.EXACT, ""),
     "lion_32bit": ("lion", Fit.EQUIVALENT, "bitsandbytes' Lion there, lion-pytorch's here: the same algorithm"),
@@ -181,7 +184,13 @@ OPTIMIZER: Mapping[str, Key] = {
     ),
 }
 
-_WRITTEN = {"adamw": "adamw_torch", "sgd": "sgd", "adagrad": "adagrad", "lion": "lion_32bit"}
+_WRITTEN = {
+    "adamw": "adamw_torch",
+    "adamw_8bit": "adamw_8bit",
+    "sgd": "sgd",
+    "adagrad": "adagrad",
+    "lion": "lion_32bit",
+}
 
 
 def _named(*names: str) -> Callable[[Config], bool]:
@@ -236,6 +245,7 @@ OPTIMIZING: Mapping[str, Rule] = {
         needs_input("adam", _named("adam"), f"transformers has only AdamW; {_PASS} torch.optim.Adam"),
         needs_input("muon", _named("muon"), f"transformers 5.23 has no Muon; {_PASS} one that you build"),
         equivalent("lion", _named("lion"), "bitsandbytes' Lion: the same algorithm"),
+        approximate("adamw_8bit", _named("adamw_8bit"), "Trainer keeps the state of embeddings in 32 bits"),
         to=lambda cfg, topology: {"optim": _WRITTEN[cfg.optimizer.name]} if cfg.optimizer.name in _WRITTEN else {},
     ),
     "optimizer.lr": copied("optimizer.lr", "learning_rate"),

@@ -21,9 +21,16 @@ _NAMES = {
     "Lion": "lion",
     "FusedAdam": "adamw",
     "DeepSpeedCPUAdam": "adamw",
+    "AdamW8bit": "adamw_8bit",
+    "PagedAdamW8bit": "adamw_8bit",
 }
 _OTHER = "this optimizer is not supported; build it in the training script"
-_THEIRS: Mapping[str, Mapping[str, Any]] = {"adagrad": {"lr": 1e-2}, "lion": {"lr": 1e-4}, "adamw": {}}
+_THEIRS: Mapping[str, Mapping[str, Any]] = {
+    "adagrad": {"lr": 1e-2},
+    "lion": {"lr": 1e-4},
+    "adamw": {},
+    "adamw_8bit": {},
+}
 """Defaults of the classes that are not unishard's."""
 
 
@@ -51,7 +58,19 @@ _NOTHING: Mapping[str, Any] = {
     "initial_accumulator_value": 0,
     "adam_w_mode": True,
     "adamw_mode": True,
+    "min_8bit_size": 4096,
+    "optim_bits": 32,
+    "is_paged": False,
+    "percentile_clipping": 100,
+    "block_wise": True,
+    "block_size": 256,
+    "bf16_stochastic_round": False,
 }
+_NOTES = {
+    "PagedAdamW8bit": "its state lies in device memory and is not paged to the host",
+    "torchao": "bitsandbytes' kernels instead of torchao's",
+}
+"""What is otherwise of a class, or of those of a package."""
 
 
 def optimizer_entries(value: Any, path: Path) -> Iterator[Entry]:
@@ -66,7 +85,9 @@ def optimizer_entries(value: Any, path: Path) -> Iterator[Entry]:
         yield Entry(place, optimizer.path, KeyEffect(Fit.NEEDS_INPUT, _OTHER))
         yield from _all(optimizer, path, KeyEffect(Fit.NEEDS_INPUT, _OTHER))
         return
-    yield Entry(place, optimizer.path, KeyEffect(fields={"optimizer.name": name}))
+    note = _NOTES.get(short(optimizer.path)) or _NOTES.get(optimizer.path.partition(".")[0], "")
+    fit = Fit.APPROXIMATE if note else Fit.EXACT
+    yield Entry(place, optimizer.path, KeyEffect(fit, note, {"optimizer.name": name}))
     arguments = {
         key: item
         for key, item in optimizer.arguments.items()

@@ -68,14 +68,15 @@ def settings_of(document: Mapping[str, Any], folder: Path | None) -> dict[str, A
 
 
 def _settings(built: Any) -> dict[str, Any]:
-    optim = str(getattr(built.optim, "value", built.optim)).removeprefix("paged_").partition("_")[0]
+    named = str(getattr(built.optim, "value", built.optim)).removeprefix("paged_")
+    optim = named.partition("_")[0]
     settings: dict[str, Any] = {
         "precision.compute": "bf16" if built.bf16 else "fp16" if built.fp16 else "fp32",
         "training.micro_batch_size": built.per_device_train_batch_size,
         "training.gradient_accumulation_steps": built.gradient_accumulation_steps,
         "training.gradient_clipping": clipping(built.max_grad_norm),
         "training.seed": built.seed,
-        "optimizer.name": _NAMES.get(optim, optim),
+        "optimizer.name": "adamw_8bit" if optim == "adamw" and named.endswith("8bit") else _NAMES.get(optim, optim),
         "optimizer.lr": built.learning_rate,
         "optimizer.weight_decay": built.weight_decay,
         "scheduler.name": _SCHEDULES.get(

@@ -16,17 +16,19 @@ from unishard.testing.models import MODELS, Mlp, MlpOutput, TestModel, llama, ml
 from unishard.testing.oracle import Curve
 
 
-def lora(base: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+def lora(base: torch.dtype = torch.float32, *, rank: int = 3, **changes: Any) -> nn.Module:
     """A tiny Llama with fp32 adapters on a frozen base, the same on every call.
 
     Args:
         base: Dtype of the frozen parameters.
+        rank: Of the adapters.
         changes: Fields of `LlamaConfig` to override.
     """
     from peft import LoraConfig, get_peft_model
 
     # Not initialized to zero, so that all adapter weights have a gradient from the first step on.
-    adapters = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    adapters = LoraConfig(r=rank, lora_alpha=8, target_modules=targets, init_lora_weights=False)
     model = llama(**changes).to(base)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # peft 0.21.2 asks transformers 5.23 by an old name (peft/peft_model.py).
@@ -106,7 +108,7 @@ def _towers() -> nn.Module:
         return _Towers()
 
 
-def _used_in_turns(index: int) -> dict[str, Tensor]:
+def used_in_turns(index: int) -> dict[str, Tensor]:
     """The first windows do not use the second tower, then every third does; all samples of a window agree for up to 4
     ranks.
     """
@@ -155,7 +157,7 @@ FEATURES = (
         "unused",
         "a tower that most steps do not use",
         sections=_ADAMW,
-        models={"mlp": TestModel(_towers, _used_in_turns)},
+        models={"mlp": TestModel(_towers, used_in_turns)},
         strategies=STRATEGIES[
             1:
         ],  # DistributedDataParallel must be told of it beforehand: native.fsdp.find_unused_parameters

@@ -1,0 +1,10 @@
+"""AdamW with moments of 8 bits on shards, by the kernels of bitsandbytes: written once, for every engine.
+
+| Module | Content |
+|---|---|
+| `codes` | blocks of 256 elements as codes and a scale, and back, to the bit |
+| `moments` | the state of one rank's shard of a parameter |
+| `adamw` | the optimizer |
+"""
+
+from __future__ import annotations

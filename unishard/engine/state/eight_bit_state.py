@@ -1,0 +1,134 @@
+"""Moments of 8 bits in checkpoints: under the names and in the dtype that torch's AdamW has for them.
+
+So any engine, number of ranks and AdamW reads them. What is read in the same blocks again is the same to the bit, see
+`unishard.eight_bit.codes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unishard.checkpoint import tensor_names
+from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
+from unishard.contract.adapter import EngineAdapter
+from unishard.contract.optimizer_state import StateSpec
+from unishard.distributed.lazy_shards import LazyShard
+from unishard.distributed.on_ranks import ranks_of
+from unishard.distributed.shards import Shard
+from unishard.eight_bit.adamw import AdamW8bit
+from unishard.eight_bit.moments import MOMENTS, Moments8bit
+
+_NUMBER = "step"
+
+
+class Converted(NamedTuple):
+    """What became of moments that were read."""
+
+    changed: int
+    """Elements that have another value than in the checkpoint."""
+    elements: int
+    """All of them."""
+
+    def notes(self, group: dist.ProcessGroup) -> Iterator[str]:
+        """Say what has changed on any rank. Collective."""
+        everyone = ranks_of(group).gather((self.changed, self.elements))
+        changed, elements = (sum(each) for each in zip(*everyone, strict=True))
+        if changed:
+            yield (
+                f"{changed:,} of {elements:,} moments are rounded to 8 bits anew: they were saved by AdamW in fp32, or "
+                "from shards that end elsewhere in a block of 256 elements"
+            )
+
+
+class EightBitState:
+    """An `OptimizerState` of `AdamW8bit`: small parameters have live tensors, the others codes that are made on the
+    way.
+    """
+
+    def __init__(self, adapter: EngineAdapter, optimizer: AdamW8bit) -> None:
+        """Hold the optimizer, which knows how its parameters are sharded."""
+        self._shard_of = adapter.master_shard
+        self._optimizer = optimizer
+        self._names = {parameter: name for name, parameter in adapter.module.named_parameters()}
+
+    def shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
+        """As in `OptimizerState`, without moments of 8 bits."""
+        name = self._names[parameter]
+        if small := self._optimizer.small.get(name):
+            place = self._shard_of(parameter)
+            shape = place.shape if place.group is None else (-1,)
+            shards = {key: place._replace(values=small[key].view(shape)) for key in MOMENTS}
+            return shards | {_NUMBER: _number(float(small[_NUMBER]))}
+        moments = self._optimizer.moments.get(name)
+        return {} if moments is None else {_NUMBER: _number(moments.step)}
+
+    def make(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
+        """As in `OptimizerState`."""
+        optimizer, places = self._optimizer, self._optimizer.places
+        optimizer.moments.clear()
+        optimizer.small.clear()
+        for parameter, spec in specs.items():
+            name, step = self._names[parameter], spec.numbers[_NUMBER]
+            place = places.get(name)
+            if place is None or not place.held:
+                continue
+            if optimizer.is_small(name, place.numel):
+                like = torch.zeros(place.held, dtype=place.dtype, device=place.device)
+                optimizer.small_of(name, like)[_NUMBER].fill_(step)
+            else:
+                optimizer.moments[name] = Moments8bit(place, int(step))
+
+    def is_8bit(self, parameter: nn.Parameter) -> bool:
+        """Whether moments of a parameter have 8 bits; the same on all ranks."""
+        return not self._optimizer.is_small(self._names[parameter], self._shard_of(parameter).shape.numel())
+
+    def lazy(self) -> Iterator[tuple[str, LazyShard]]:
+        """This rank's moments of 8 bits, by checkpoint name: fp32, made of codes as they are read."""
+        for parameter, name in self._names.items():
+            moments = self._optimizer.moments.get(name)
+            if moments is not None:
+                shard = self._shard_of(parameter)
+                begin = 0 if shard.group is None else shard.start
+                for key in MOMENTS:
+                    read = partial(_read, moments, key, begin)
+                    end = begin + shard.values.numel()
+                    yield tensor_names.of_optimizer(name, key), LazyShard(shard.shape, torch.float32, begin, end, read)
+
+    def fill(self, names: set[str], tensors: Tensors) -> Converted:
+        """Read moments of 8 bits, one after another, after `make`.
+
+        Args:
+            names: The parameters whose state is in the checkpoint.
+            tensors: The checkpoint.
+        """
+        changed = elements = 0
+        for name, place in self._optimizer.places.items():
+            moments = self._optimizer.moments.get(name)
+            if moments is not None and name in names:
+                for key in MOMENTS:
+                    values = torch.empty(place.held)
+                    tensors.read([ReadRequest(tensor_names.of_optimizer(name, key), place.start, values)])
+                    changed += moments.write(key, values)
+                    elements += place.held
+        return Converted(changed, elements)
+
+
+def eight_bit_state_of(adapter: EngineAdapter | None) -> EightBitState | None:
+    """That of an adapter's optimizer; None for other optimizers."""
+    if adapter is None or not isinstance(adapter.torch_optimizer, AdamW8bit):
+        return None
+    return EightBitState(adapter, adapter.torch_optimizer)
+
+
+def _number(value: float) -> Shard:
+    return Shard(torch.Size(()), torch.tensor(value, dtype=torch.float32))
+
+
+def _read(moments: Moments8bit, key: str, start: int, begin: int, end: int) -> Tensor:
+    return moments.read(key, begin - start, end - start)
