@@ -24,6 +24,7 @@ from unishard_deepspeed.conditional import ConditionalModules
 from unishard_deepspeed.gathering import is_of_shard, keep_gathered
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.optimizer_state import ZeroOptimizerState
+from unishard_deepspeed.persistent_parameters import PersistentParameters
 from unishard_deepspeed.placement import MasterWeights, parameter_bytes, units
 from unishard_deepspeed.private import PRIVATE_API
 from unishard_deepspeed.private.building import forget
@@ -55,6 +56,7 @@ class DeepSpeedAdapter(EngineAdapter):
         device: torch.device,
         hooks: Sequence[RemovableHandle],
         conditional: ConditionalModules,
+        replicated: PersistentParameters,
     ) -> None:
         super().__init__(engine.module, device, engine.optimizer)
         self._strategy = spec.strategy
@@ -74,7 +76,7 @@ class DeepSpeedAdapter(EngineAdapter):
         self._shown = ShownParameters(
             engine.module, lambda parameter: self.read_gradient(parameter), stage=engine.zero_optimization_stage()
         )
-        self._conditional = conditional
+        self._conditional, self._replicated = conditional, replicated
         self._kept: dict[nn.Parameter, None] = {}
         """Parameters that stay gathered, inside `unsharded` at stage 3."""
         self._stale = StaleGradients(spec, engine.optimizer)
@@ -185,6 +187,7 @@ class DeepSpeedAdapter(EngineAdapter):
             with self._shards.finished():
                 outcome = self._clipping.step()
             gather_after(self.optimizer, self._kind)
+            self._replicated.gather()
         self._unused.forget()
         self._stale.clear(updated=outcome[1] is not False)
         return outcome
@@ -217,9 +220,11 @@ class DeepSpeedAdapter(EngineAdapter):
         self._shown.hide()
         try:
             with keep_gathered(self._engine, [*self._kept]):
+                self._replicated.gather()
                 yield
         finally:
             self._kept = {}
+            self._replicated.gather()
             self._shown.show()
 
     def reads_shard(self, error: RuntimeError) -> str | None:
@@ -258,6 +263,7 @@ class DeepSpeedAdapter(EngineAdapter):
             reshard_all(self.optimizer, self._kind)
         self._shards.refresh(parameter, full)
         drop_second_copies([parameter])
+        self._replicated.gather()
 
     def drop_gradients(self) -> None:
         """Drop gradients, also in DeepSpeed's buffers."""
@@ -266,6 +272,7 @@ class DeepSpeedAdapter(EngineAdapter):
             self._stale.clear()
             self._unused.forget()
             gather([*self._kept])
+            self._replicated.gather()
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
@@ -290,6 +297,7 @@ class DeepSpeedAdapter(EngineAdapter):
                 "shards; set offload.params to cpu to save or load a checkpoint"
             )
         reshard_all(self.optimizer, self._kind)
+        self._replicated.gather()
 
     @torch.no_grad()
     def loaded(self) -> None:
@@ -303,6 +311,7 @@ class DeepSpeedAdapter(EngineAdapter):
         """Update every copy of the master weights. Collective."""
         copy_masters(self.optimizer, self._inner, self._kind)
         drop_second_copies(self.module.parameters())
+        self._replicated.gather()
 
     def close(self) -> None:
         """Destroy the `DeepSpeedEngine`, and remove the hooks from the model."""
@@ -324,6 +333,7 @@ class DeepSpeedAdapter(EngineAdapter):
             self._stale,
             self._unused,
             self._conditional,
+            self._replicated,
         )
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from unishard.config import Precision
 from unishard.contract.adapter import EngineAdapter
@@ -30,9 +31,10 @@ from unishard_fsdp.embeddings import UngatheredEmbeddings
 from unishard_fsdp.placement import placement_of
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.private.released import forget_states
+from unishard_fsdp.replicated_parameters import ReplicatedParameters
 from unishard_fsdp.shards import shard_of
 from unishard_fsdp.spec import FSDPSpec
-from unishard_fsdp.stepped_shards import HostCopies, ShardViews, SteppedShards
+from unishard_fsdp.stepped_shards import HostCopies, ShardViews, SteppedShards, WholeAsDTensors
 from unishard_fsdp.toggled_parameters import ToggledParameters
 from unishard_fsdp.torch_gradients import TorchGradients
 from unishard_fsdp.unit_forwards import UnitForwards
@@ -59,16 +61,14 @@ class FSDPAdapter(EngineAdapter):
         root: FSDPModule,
         forwards: UnitForwards,
         conditional: ConditionalParameters,
+        replicated: ReplicatedParameters,
         embeddings: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__(module, device, optimizer)
         self._strategy, self._compute = spec.strategy, precision.compute
         self._root, self._forwards = root, forwards
-        self._stepped: SteppedShards | None = None
-        if isinstance(native, options.FullyShard) and native.host_optimizer:
-            self._stepped = HostCopies(optimizer, pin_memory=native.host_optimizer.pin_memory and device.type == "cuda")
-        elif is_element_wise(optimizer):
-            self._stepped = ShardViews(optimizer)
+        self._replicated = replicated
+        self._stepped = _stepped_by(optimizer, native, device, replicated)
         trained = [*self.shared_parameters.values()]
         self._gradients = TorchGradients(
             trained,
@@ -78,8 +78,10 @@ class FSDPAdapter(EngineAdapter):
             copies=_copies(native),
             skip=None if isinstance(self._stepped, HostCopies) else DeviceSkip(optimizer),
             own_hooks=0 if self._stepped is None else self._stepped.hooks,
+            replicated=replicated,
         )
         skippable = set(trained if native.reduce_scatter_unused_params else conditional.parameters)
+        skippable.update(replicated.trained)
         self.shared_parameters = {name: each for name, each in self.shared_parameters.items() if each not in skippable}
         self._sharded_modules = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
         self._sharded = self.forward_is_collective = isinstance(native, options.FullyShard)
@@ -143,20 +145,23 @@ class FSDPAdapter(EngineAdapter):
             self._refresh_trainable()
             self._stale_dtypes = not self._toggled.all_trainable()
         self._unsharded.set_reshard_after_backward(False)
-        with self._unreduced.backward(last=self._last):
+        with self._replicated.backward(last=self._last), self._unreduced.backward(last=self._last):
             self._forwards.order.backward(loss)
             self._unsharded.reduce_late()
 
     def finish_gradients(self) -> None:
         """Find the parameters of conditional modules that no rank has used."""
         self._conditional.find()
+        self._replicated.average()
 
     def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[HostRead, bool | None]:
         """Reshard, and update."""
         self.reshard_all()
         self._conditional.find()
+        self._replicated.average()
         outcome = self._gradients.update(max_norm, divisor)
         self._conditional.forget()
+        self._replicated.forget()
         self._forwards.order.forget()
         return outcome
 
@@ -166,6 +171,7 @@ class FSDPAdapter(EngineAdapter):
             _DISCARD.require()
         self._gradients.drop()
         self._conditional.forget()
+        self._replicated.forget()
         self._forwards.order.forget()
         self._unreduced.forget()
         if hasattr(self._root, "reset_iter_state"):  # from torch 2.13 on
@@ -185,12 +191,18 @@ class FSDPAdapter(EngineAdapter):
         return self._gradients.shard(parameter, create=create)
 
     def master_shard(self, parameter: nn.Parameter) -> Shard:
-        """The local tensor of the parameter."""
-        return shard_of(parameter)
+        """The local tensor of the parameter, or the master weight of one that is whole."""
+        return shard_of(parameter, self._replicated.masters.get(parameter))
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Reshard, to drop gathered copies of the old value."""
         self.reshard_all()
+        if parameter in self._replicated.masters:
+            parameter.data.copy_(full)
+
+    def loaded(self) -> None:
+        """Update whole parameters from their master weights."""
+        self._replicated.copy_masters()
 
     @cached_property
     def optimizer_state(self) -> TorchOptimizerState:
@@ -301,7 +313,10 @@ class FSDPAdapter(EngineAdapter):
 
     def placement(self) -> Placement:
         """Report what the engine holds, from its live tensors."""
-        return placement_of(self.module, FSDPModule.__name__, units=self._units(), masters=self._gradients.parameters)
+        return placement_of(self.module, FSDPModule.__name__, units=self._units(), masters=self._masters())
+
+    def _masters(self) -> list[Tensor]:
+        return [self._replicated.weights(parameter) for parameter in self._gradients.parameters]
 
     def _units(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self._sharded_modules if name) if self._sharded else ()
@@ -319,10 +334,28 @@ class FSDPAdapter(EngineAdapter):
         self._gradients.drop()
         if self._stepped is not None:
             self._stepped.close()
+        self._replicated.close()
         self._root_first.forget()
         self._forwards.close()
         for hook in self._hooks:
             hook.remove()
+
+
+def _stepped_by(
+    optimizer: torch.optim.Optimizer,
+    native: options.FullyShard | options.Replicate,
+    device: torch.device,
+    replicated: ReplicatedParameters,
+) -> SteppedShards | None:
+    """What the optimizer steps in place of the parameters; None if it steps these."""
+    if isinstance(native, options.FullyShard) and native.host_optimizer:
+        pin_memory = native.host_optimizer.pin_memory and device.type == "cuda"
+        return HostCopies(optimizer, replicated.masters, pin_memory=pin_memory)
+    if is_element_wise(optimizer):
+        return ShardViews(optimizer, replicated.masters)
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    meshes = [each.device_mesh for each in stepped if isinstance(each, DTensor)]
+    return WholeAsDTensors(optimizer, replicated.masters, meshes[0]) if replicated and meshes else None
 
 
 def _copies(native: options.FullyShard | options.Replicate) -> int:

@@ -1,4 +1,5 @@
-"""Step an optimizer on plain tensors in place of DTensors: on this rank's shards, or on copies of them in host memory.
+"""Step an optimizer on other tensors than the parameters: on plain tensors in place of DTensors, this rank's shards or
+copies of them in host memory, and on the master weights of whole parameters.
 
 The dispatch of an operation on DTensors takes longer than the operation, and the first call of a fused kernel on n of
 them takes n squared: it derives the placement of each entry from all entries (torch 2.13,
@@ -9,12 +10,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from operator import is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.shards import local
@@ -31,10 +34,15 @@ class SteppedShards(ABC):
     """How many hooks this has on the optimizer."""
 
     @torch.no_grad()
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[nn.Parameter, Tensor]) -> None:
         """Prepare an optimizer that has not stepped yet, with the state that it may have created when it was
         constructed.
+
+        Args:
+            optimizer: Has the parameters.
+            masters: The master weights of parameters that are no master weights themselves.
         """
+        self._masters = masters
         self._optimizer: Any = optimizer  # torch calls the keys of its state tensors
         self.tensors: dict[nn.Parameter, nn.Parameter] = {
             parameter: self._new(parameter) for group in optimizer.param_groups for parameter in group["params"]
@@ -80,6 +88,10 @@ class SteppedShards(ABC):
     def _write(self) -> None:
         """Give the parameters the values of the tensors, and drop the gradients of the latter."""
 
+    def _weights(self, parameter: nn.Parameter) -> Tensor:
+        """What is updated of a parameter on this rank."""
+        return local(self._masters.get(parameter, parameter))
+
     @torch.no_grad()
     def _enter(self) -> None:
         optimizer = self._optimizer
@@ -117,33 +129,78 @@ def _differ(some: Collection[Any], others: Collection[Any]) -> bool:
 
 
 class ShardViews(SteppedShards):
-    """This rank's shards themselves."""
+    """This rank's shards themselves, and whole parameters or their master weights."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make tensors of the shards' memory."""
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[nn.Parameter, Tensor]) -> None:
+        """Make tensors of their memory."""
         self._local: Callable[[Tensor], Tensor] = local
         if PRIVATE_API["local-tensors"].works:
             from unishard_fsdp.private.local_tensors import local_tensor
 
             self._local = local_tensor
-        super().__init__(optimizer)
+        super().__init__(optimizer, masters)
+        pairs = self.tensors.items()
+        self._sharded = dict(pair for pair in pairs if isinstance(pair[0], DTensor))
+        self._whole = dict(pair for pair in pairs if not isinstance(pair[0], DTensor))
 
     def _new(self, parameter: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(local(parameter).detach())
+        return nn.Parameter(self._weights(parameter).detach())
 
     def _moved(self, value: Tensor) -> Tensor:
         return local(value)
 
     def _read(self) -> None:
-        for parameter, tensor in self.tensors.items():
+        for parameter, tensor in self._sharded.items():
             gradient = parameter.grad
             if gradient is not None:
                 tensor.data = self._local(parameter)  # FSDP2 may have moved it (_fsdp_param.py, reset_sharded_param)
                 tensor.grad = self._local(gradient)
+        for parameter, tensor in self._whole.items():
+            tensor.data, tensor.grad = self._weights(parameter), parameter.grad
 
     def _write(self) -> None:
+        for parameter in self._whole.keys() & self._masters.keys():
+            if self._whole[parameter].grad is not None:
+                parameter.data.copy_(self._masters[parameter])
         for tensor in self.tensors.values():
             tensor.grad = None
+
+
+class WholeAsDTensors(SteppedShards):
+    """The parameters themselves where they are DTensors, and of whole ones DTensors that every rank has in full.
+
+    For an optimizer that is not known to be element-wise: torch has no operation on lists of both kinds (torch 2.13).
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, masters: Mapping[nn.Parameter, Tensor], mesh: DeviceMesh
+    ) -> None:
+        """Make DTensors of the memory of whole parameters, or of their master weights."""
+        self._mesh = mesh
+        super().__init__(optimizer, masters)
+        self._whole = {parameter: tensor for parameter, tensor in self.tensors.items() if tensor is not parameter}
+
+    def _new(self, parameter: nn.Parameter) -> nn.Parameter:
+        if isinstance(parameter, DTensor):
+            return parameter
+        return nn.Parameter(self._replicated(self._weights(parameter).detach()))
+
+    def _moved(self, value: Tensor) -> Tensor:
+        return value if isinstance(value, DTensor) or not value.dim() else self._replicated(value)
+
+    def _read(self) -> None:
+        for parameter, tensor in self._whole.items():
+            tensor.grad = None if parameter.grad is None else self._replicated(parameter.grad)
+
+    def _write(self) -> None:
+        for parameter, tensor in self._whole.items():
+            if parameter in self._masters and tensor.grad is not None:
+                parameter.data.copy_(self._masters[parameter])
+            tensor.grad = None
+
+    def _replicated(self, values: Tensor) -> Tensor:
+        everywhere = [Replicate()] * self._mesh.ndim
+        return DTensor.from_local(values, self._mesh, everywhere, run_check=False)
 
 
 class HostCopies(SteppedShards):
@@ -152,13 +209,15 @@ class HostCopies(SteppedShards):
     The parameters stay the master weights: each step starts from their current values, so edits take effect.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, pin_memory: bool) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, masters: Mapping[nn.Parameter, Tensor], *, pin_memory: bool
+    ) -> None:
         """Copy the parameters, and move the state."""
         self._pin_memory = pin_memory
-        super().__init__(optimizer)
+        super().__init__(optimizer, masters)
 
     def _new(self, parameter: nn.Parameter) -> nn.Parameter:
-        shard = local(parameter)
+        shard = self._weights(parameter)
         copy = nn.Parameter(self._empty(shard).copy_(shard))
         vars(copy).update(vars(parameter))
         return copy
@@ -168,7 +227,7 @@ class HostCopies(SteppedShards):
 
     def _read(self) -> None:
         for parameter, copy in self.tensors.items():
-            copy.data.copy_(local(parameter), non_blocking=self._pin_memory)
+            copy.data.copy_(self._weights(parameter), non_blocking=self._pin_memory)
             if parameter.grad is not None:
                 gradient = local(parameter.grad)
                 copy.grad = self._empty(gradient).copy_(gradient, non_blocking=self._pin_memory)
@@ -178,7 +237,9 @@ class HostCopies(SteppedShards):
     def _write(self) -> None:
         for parameter, copy in self.tensors.items():
             if copy.grad is not None:
-                local(parameter).copy_(copy, non_blocking=self._pin_memory)
+                self._weights(parameter).copy_(copy, non_blocking=self._pin_memory)
+                if parameter in self._masters:
+                    parameter.data.copy_(self._masters[parameter])
                 copy.grad = None
 
     def _empty(self, like: Tensor) -> Tensor:

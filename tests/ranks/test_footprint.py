@@ -57,9 +57,16 @@ def _on_two(backend):
         yield "mlp", {"optimizer": optimizer}
     for strategy in ("shard_optimizer", "full_shard"):
         yield "mlp", {"sharding": strategy, "optimizer": "muon"}
+    yield from _replicated()
     if backend == "fsdp":
         yield "mlp", {"sharding": "shard_optimizer", "native": {"fsdp": {"zero_redundancy_optimizer": True}}}
         yield "mlp", {"optimizer": {"name": "sgd"}}
+
+
+def _replicated():
+    for strategy, precision in (("full_shard", "bf16"), ("shard_grad_op", "fp32"), ("full_shard", "fp32")):
+        yield "mlp", {"sharding": {"strategy": strategy, "replicate": ["norm", "head"]}, "precision": precision}
+    yield "lora", {"sharding": {"strategy": "full_shard", "replicate": ["lora_", "norm"]}, "precision": "bf16"}
 
 
 def _on_four(backend):

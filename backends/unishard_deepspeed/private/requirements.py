@@ -43,11 +43,13 @@ def require_for(spec: ZeroSpec, device: str, *, trains: bool, units: bool) -> No
         require("replica-groups", kind)
     if spec.second_copies:
         PRIVATE_API["second-copies"].require()
+    if spec.replicates:
+        require("replicated", kind)
     if not trains:
         return
     if kind == "stage-3" and units:
         PRIVATE_API["leaf-gradients"].require()
-    if spec.has_conditional:
+    if spec.has_conditional or spec.replicates:
         require("conditional-modules", kind)
     if not spec.skips or (fp16 and kind == "stage-0"):
         require("nonfinite", kind)

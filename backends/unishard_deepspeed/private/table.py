@@ -372,6 +372,18 @@ REACHING = (
         "read weights with engine.weights.read(name), and their norms with engine.weights.norms()",
     ),
     _row(
+        "replicated-stage-3",
+        "sharding.replicate with full_shard",
+        (
+            *_of(_STAGE_3, "parameter_offload create_reduce_and_remove_grad_hooks _grad_acc_hooks"),
+            *_of(_STAGE_3, "independent_gradient_partition_epilogue reduce_ready_partitions_and_remove_grads"),
+            *_of(_OFFLOAD, "forward_hooks backward_hooks"),
+            *_of(_INIT, "is_external_param ds_numel all_gather"),
+        ),
+        _COORDINATOR_FILE,
+        "leave sharding.replicate empty, or choose shard_grad_op, where every parameter is whole",
+    ),
+    _row(
         "unsharded-stage-3",
         "engine.weights.unsharded, with full_shard,",
         _of(_INIT, "is_external_param"),
