@@ -60,4 +60,6 @@ def scale(gradients: list[Tensor], norm: Tensor, max_norm: float | None, divisor
         clip_grads_with_norm_(cast(Any, [_Graded(gradient) for gradient in gradients]), max_norm, norm)
         return
     factor = torch.ones_like(norm) if max_norm is None else torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    multiply(gradients, (factor / divisor).to(gradients[0].device))
+    for device in dict.fromkeys(gradient.device for gradient in gradients):  # several where only shards are offloaded
+        there = [gradient for gradient in gradients if gradient.device == device]
+        multiply(there, (factor / divisor).to(device))

@@ -49,7 +49,7 @@ def require_for(spec: ZeroSpec, device: str, *, trains: bool, units: bool) -> No
         return
     if kind == "stage-3" and units:
         PRIVATE_API["leaf-gradients"].require()
-    if spec.has_conditional or spec.replicates:
+    if spec.has_conditional:
         require("conditional-modules", kind)
     if not spec.skips or (fp16 and kind == "stage-0"):
         require("nonfinite", kind)
