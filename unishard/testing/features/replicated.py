@@ -45,9 +45,16 @@ FEATURES = (
     Feature("replicated", "norms and the head whole on every rank", _NORMS, models=MODELS),
     Feature(
         "replicated_skipped",
-        "experts, or a tower, that ranks skip, whole on every rank",
-        {"sharding": {"replicate": [r"experts\.|tower"]}},
-        models=CONDITIONAL_MODELS,
+        "experts that ranks skip, whole on every rank",
+        {"sharding": {"replicate": [r"experts\."]}},
+        models={"mixture": CONDITIONAL_MODELS["mixture"]},
+        strategies=_SHARDED,
+    ),
+    Feature(
+        "replicated_tower",
+        "a tower that ranks skip, whole on every rank",
+        {"sharding": {"replicate": ["tower"]}},
+        models={"pictures": CONDITIONAL_MODELS["pictures"]},
         strategies=_SHARDED,
     ),
     Feature(
