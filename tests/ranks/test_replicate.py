@@ -15,6 +15,7 @@ from unishard.config import Sharding
 from unishard.contract.kit.replicated import find_replicated
 from unishard.testing.features.conditional import CONDITIONAL_MODELS
 from unishard.testing.models import MODELS, batch, batch_of, llama
+from unishard.tools.plan.model import PlannedModel
 
 NAMES = ["norm", "head"]
 STRATEGIES = ("shard_grad_op", "full_shard")
@@ -290,6 +291,14 @@ def test_without_shards_there_is_nothing_to_replicate():
         cfg = config(backend, {"strategy": "no_shard", "replicate": ["norm"]})
         line = next(each for each in unishard.translate(cfg).report if each.path == "sharding.replicate")
         assert "nothing to replicate" in line.note
+
+
+def test_what_explain_prints_for_a_model_has_their_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = PlannedModel(
+        "unishard.testing.models:mlp", config("fsdp", {"strategy": "full_shard", "replicate": ["head"]})
+    )
+    assert model.native("fsdp", unishard.Topology(2, 2))["ignored_params"] == ["head.weight", "head.bias"]
 
 
 def test_one_name_of_a_tied_weight_is_enough():
