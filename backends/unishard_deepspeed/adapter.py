@@ -24,6 +24,7 @@ from unishard_deepspeed.conditional import ConditionalModules
 from unishard_deepspeed.gathering import is_of_shard, keep_gathered
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.optimizer_state import ZeroOptimizerState
+from unishard_deepspeed.persistent_parameters import PersistentParameters
 from unishard_deepspeed.placement import MasterWeights, parameter_bytes, units
 from unishard_deepspeed.private.building import forget
 from unishard_deepspeed.private.reduction import gather
@@ -53,6 +54,7 @@ class DeepSpeedAdapter(EngineAdapter):
         device: torch.device,
         hooks: Sequence[RemovableHandle],
         conditional: ConditionalModules,
+        replicated: PersistentParameters,
     ) -> None:
         super().__init__(engine.module, device, engine.optimizer)
         self._strategy = spec.strategy
@@ -70,7 +72,7 @@ class DeepSpeedAdapter(EngineAdapter):
         self._shown = ShownParameters(
             engine.module, lambda parameter: self.read_gradient(parameter), stage=engine.zero_optimization_stage()
         )
-        self._conditional = conditional
+        self._conditional, self._replicated = conditional, replicated
         self._kept: dict[nn.Parameter, None] = {}
         """Parameters that stay gathered, inside `unsharded` at stage 3."""
         self._stale = StaleGradients(spec, engine.optimizer)
@@ -180,6 +182,7 @@ class DeepSpeedAdapter(EngineAdapter):
             with self._shards.finished():
                 outcome = self._clipping.step()
             gather_after(self.optimizer, self._kind)
+            self._replicated.gather()
         self._unused.forget()
         self._stale.clear(updated=outcome[1] is not False)
         return outcome
@@ -211,9 +214,11 @@ class DeepSpeedAdapter(EngineAdapter):
         self._shown.hide()
         try:
             with keep_gathered(self._engine, [*self._kept]):
+                self._replicated.gather()
                 yield
         finally:
             self._kept = {}
+            self._replicated.gather()
             self._shown.show()
 
     def reads_shard(self, error: RuntimeError) -> str | None:
@@ -252,6 +257,7 @@ class DeepSpeedAdapter(EngineAdapter):
             reshard_all(self.optimizer, self._kind)
         self._shards.refresh(parameter, full)
         drop_second_copies([parameter])
+        self._replicated.gather()
 
     def drop_gradients(self) -> None:
         """Drop gradients, also in DeepSpeed's buffers."""
@@ -260,6 +266,7 @@ class DeepSpeedAdapter(EngineAdapter):
             self._stale.clear()
             self._unused.forget()
             gather([*self._kept])
+            self._replicated.gather()
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
@@ -284,6 +291,7 @@ class DeepSpeedAdapter(EngineAdapter):
                 "shards; set offload.params to cpu to save or load a checkpoint"
             )
         reshard_all(self.optimizer, self._kind)
+        self._replicated.gather()
 
     @torch.no_grad()
     def loaded(self) -> None:
@@ -297,6 +305,7 @@ class DeepSpeedAdapter(EngineAdapter):
         """Update every copy of the master weights. Collective."""
         copy_masters(self.optimizer, self._inner, self._kind)
         drop_second_copies(self.module.parameters())
+        self._replicated.gather()
 
     def close(self) -> None:
         """Destroy the `DeepSpeedEngine`, and remove the hooks from the model."""
@@ -317,4 +326,5 @@ class DeepSpeedAdapter(EngineAdapter):
             self._stale,
             self._unused,
             self._conditional,
+            self._replicated,
         )

@@ -27,6 +27,7 @@ from unishard_deepspeed.conditional import ConditionalModules
 from unishard_deepspeed.fp32_weights import restore_fp32_weights
 from unishard_deepspeed.inference import DeepSpeedInferenceAdapter
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
+from unishard_deepspeed.persistent_parameters import PersistentParameters
 from unishard_deepspeed.private.building import allow_fp16, buffers_by_dtype, clear_mpu, keep_adagrad
 from unishard_deepspeed.private.reduction import reduce_in_fp32, reduce_units_by_parameter
 from unishard_deepspeed.private.requirements import require_for
@@ -81,7 +82,10 @@ def _build(
             engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False, mpu=replicas)
         if replicas is not None:
             clear_mpu()
-        return DeepSpeedInferenceAdapter(engine, device, _casting(model, precision, units) + outputs.restore())
+        hooks = _casting(model, precision, units) + outputs.restore()
+        replicated = PersistentParameters(engine.optimizer, model, "stage-3")
+        replicated.gather()
+        return DeepSpeedInferenceAdapter(engine, device, hooks, replicated)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if kind == "stage-3":
         materialization.use_placeholders(
@@ -121,11 +125,13 @@ def _build(
         average_between_groups(engine.optimizer, replicas.get_model_parallel_group(), kind)
     hooks = restore_fp32_weights(spec, inner, originals) + _casting(model, precision, units)
     hooks += [] if listed is None else listed.restore()
-    conditional = ConditionalModules(engine, units.conditional, names, kind)
+    replicated = PersistentParameters(engine.optimizer, model, kind)
+    conditional = ConditionalModules(engine, units.conditional, names, kind, replicated.trained)
     if kind == "stage-3":
         reduce_units_by_parameter(engine.optimizer, inner.trained)
     conditional.reduce_last()
-    return DeepSpeedAdapter(spec, engine, inner, device, hooks, conditional)
+    replicated.gather()
+    return DeepSpeedAdapter(spec, engine, inner, device, hooks, conditional, replicated)
 
 
 def _only_named_leaves(model: nn.Module) -> None:

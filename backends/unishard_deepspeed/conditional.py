@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from unishard.contract.kit.replicated import is_replicated
 from unishard.contract.units import Unit
 from unishard_deepspeed.kind import Kind
 from unishard_deepspeed.private.reduction import drop, gather, reduce_last, remove_hooks
@@ -15,13 +16,28 @@ from unishard_deepspeed.private.reduction import drop, gather, reduce_last, remo
 class ConditionalModules:
     """The conditional modules of a model under DeepSpeed. Each method is collective."""
 
-    def __init__(self, engine: Any, conditional: Sequence[Unit], units: Sequence[str], kind: Kind) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        conditional: Sequence[Unit],
+        units: Sequence[str],
+        kind: Kind,
+        replicated: Sequence[nn.Parameter] = (),
+    ) -> None:
+        """Find what is gathered and reduced apart from the rest.
+
+        Args:
+            engine: The `DeepSpeedEngine`.
+            conditional: The modules.
+            units: Names of the leaf modules.
+            kind: The optimizer's kind.
+            replicated: Trainable parameters that every rank holds whole: a rank may skip them as well.
+        """
         self._kind = kind
         self._optimizer = engine.optimizer
-        self.parameters = [
-            parameter for unit in conditional for parameter in unit.module.parameters() if parameter.requires_grad
-        ]
-        """Their trainable parameters, in model order."""
+        inside = [parameter for unit in conditional for parameter in unit.module.parameters()]
+        self.parameters = [*dict.fromkeys(each for each in (*inside, *replicated) if each.requires_grad)]
+        """Their trainable parameters, and those that are replicated."""
         outside = [unit.module for unit in conditional if not _is_inside(unit.name, units)]
         self.entered = (
             [] if kind != "stage-3" else entered_modules(engine.module, units, [unit.name for unit in conditional])
@@ -31,7 +47,8 @@ class ConditionalModules:
         """At stage 3, parameters outside leaf modules, which DeepSpeed would gather only on ranks that enter their
         module."""
         if outside and kind == "stage-3":
-            self._gathered = list(dict.fromkeys(parameter for module in outside for parameter in module.parameters()))
+            every = dict.fromkeys(parameter for module in outside for parameter in module.parameters())
+            self._gathered = [parameter for parameter in every if not is_replicated(parameter)]
             remove_hooks(engine.optimizer, [inner for module in outside for inner in module.modules()])
 
     def reduce_last(self) -> None:
@@ -53,12 +70,14 @@ class ConditionalModules:
 
 
 def entered_modules(model: nn.Module, *names: Sequence[str]) -> list[Unit]:
-    """Modules with parameters of their own, except those with one of these names, and what is inside them."""
+    """Modules with parameters of their own that are not whole on every rank, except those with one of these names, and
+    what is inside them.
+    """
     known = [name for each in names for name in each]
     return [
         Unit(name, module)
         for name, module in model.named_modules()
-        if next(module.parameters(recurse=False), None) is not None
+        if not all(map(is_replicated, module.parameters(recurse=False)))
         and name not in known
         and not _is_inside(name, known)
     ]

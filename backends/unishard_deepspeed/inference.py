@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -14,6 +14,7 @@ from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.results import Placement
 from unishard.distributed.shards import Shard
 from unishard_deepspeed.gathering import is_of_shard, keep_gathered
+from unishard_deepspeed.persistent_parameters import PersistentParameters
 from unishard_deepspeed.placement import parameter_bytes, units
 from unishard_deepspeed.private import shards
 from unishard_deepspeed.private.building import forget
@@ -28,9 +29,11 @@ from unishard_deepspeed.replaced_parameters import explained
 class DeepSpeedInferenceAdapter(InferenceAdapter):
     """Gathers a unit for its forward and reshards it afterwards."""
 
-    def __init__(self, engine: Any, device: torch.device, hooks: Sequence[RemovableHandle]) -> None:
+    def __init__(
+        self, engine: Any, device: torch.device, hooks: Sequence[RemovableHandle], replicated: PersistentParameters
+    ) -> None:
         super().__init__(engine.module, device)
-        self._engine = engine
+        self._engine, self._replicated = engine, replicated
         self._hooks = hooks
         """Hooks on the model, removed with the engine."""
         self._shown = ShownParameters(engine.module, lambda parameter: None, stage=3)
@@ -41,12 +44,19 @@ class DeepSpeedInferenceAdapter(InferenceAdapter):
         with explained(self.module), self._shown.inside_forward():
             return self.module(*args, **kwargs)
 
-    def unsharded(self, names: Sequence[str]) -> AbstractContextManager[None]:
+    @contextmanager
+    def unsharded(self, names: Sequence[str]) -> Iterator[None]:
         """Keep parameters gathered."""
         if not names:
-            return nullcontext()
+            yield
+            return
         require("unsharded", "stage-3")
-        return keep_gathered(self._engine, [self.module.get_parameter(name) for name in names])
+        try:
+            with keep_gathered(self._engine, [self.module.get_parameter(name) for name in names]):
+                self._replicated.gather()
+                yield
+        finally:
+            self._replicated.gather()
 
     def reads_shard(self, error: RuntimeError) -> str | None:
         """A parameter was used that is not gathered, and so empty."""
@@ -78,6 +88,7 @@ class DeepSpeedInferenceAdapter(InferenceAdapter):
         if self._engine.zero_hpz_partition_size() > 1:
             self._engine.optimizer.partition_all_parameters()  # else what is gathered now would become one
             drop_second_copies(self.module.parameters())
+            self._replicated.gather()
 
     def close(self) -> None:
         """Destroy the `DeepSpeedEngine`, and remove the hooks from the model."""

@@ -126,6 +126,27 @@ _OWN: Mapping[str, Rule] = {
             "gradients stay whole until backward ends, then are reduced in one order",
         ),
     ),
+    "sharding.replicate": row(
+        Fit.EXACT,
+        "none: unishard's own",
+        "every rank holds them whole, as every parameter; their master weights are sharded",
+        unless(
+            "no_shard",
+            lambda cfg: fields.stage(cfg) == 0,
+            "nothing to replicate: every rank holds every parameter whole",
+        ),
+        When(
+            "full_shard with offload.params nvme",
+            lambda cfg: fields.stage(cfg) == 3 and cfg.offload.params == "nvme",
+            Fit.UNSUPPORTED,
+            "DeepSpeed 0.19.8 frees and reads again what lies in files; leave it empty, or set offload.params to cpu",
+        ),
+        unless(
+            "full_shard",
+            lambda cfg: fields.stage(cfg) == 3,
+            "gathered after each update and not freed until the next; their shards and master weights stay sharded",
+        ),
+    ),
     "precision.compute": row(
         Fit.EXACT,
         "bf16.enabled, fp16.enabled, data_types.param_dtype",

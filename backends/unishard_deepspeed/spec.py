@@ -39,6 +39,8 @@ class ZeroSpec:
     """Whether an update with a gradient that is not finite is skipped."""
     has_conditional: bool
     """Whether a rank may skip modules."""
+    replicates: bool
+    """Whether every rank holds some parameters whole that would be sharded, and may skip them."""
     compares_ranks: bool
     """Whether the engine compares which parameters the ranks use."""
     saves: bool
@@ -81,6 +83,7 @@ def spec_of(
         second_copies=copies,
         skips=cfg.training.nonfinite != "ignore",
         has_conditional=bool(cfg.sharding.conditional_modules),
+        replicates=bool(cfg.sharding.replicate) and kind != "stage-0",
         compares_ranks=cfg.communication.desync_check,
         saves=cfg.checkpoint.automatic or bool(cfg.checkpoint.on_signal),
     )

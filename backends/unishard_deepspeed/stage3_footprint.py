@@ -34,11 +34,13 @@ class Stage3(StageFootprint):
         held += sum(map(self._copy, self.shape.frozen))
         numels = [sum(parameter.flat(self.ranks) for parameter in group) for group in self.groups]
         bucket = max(1, min(int(self.zero["reduce_bucket_size"]), self.numel)) * self.reduce
+        whole = sum(map(self._padded, self.shape.replicated))
+        late = sum(each.numel for each in self.shape.replicated if each.trainable) * self.compute
         offloads_parameters = self.cfg.offload.params != "none"
         gradients = self.place(kept + (masters if self.offloads else 0))
         copies = 0 if offloads_parameters else sum(map(self._copy, self.trainable))
         return Footprint(
-            parameters=Bytes(host=held) if offloads_parameters else Bytes(held),
+            parameters=Bytes(whole, held) if offloads_parameters else Bytes(held + whole),
             masters=self.place(masters),
             optimizer=self.place(self.state(numels)),
             gradients=gradients,
@@ -47,10 +49,10 @@ class Stage3(StageFootprint):
             gathered=max(self._gathered()),
             forward=tuple(map(sum, zip(self._gathered(), self._saved(), self._copied(copies), strict=True))),
             backward=tuple(
-                size + copies
+                size + copies + late
                 for size in map(sum, zip(self._gathered(backward=True), self._saved(backward=True), strict=True))
             ),
-            final=2 * bucket + max(self._sizes(self._full)[-1:]) + copies,
+            final=2 * bucket + max(self._sizes(self._full)[-1:]) + copies + late,
             step=(0 if self.offloads else masters) + copies,
             traffic=(*self._traffic(), *self.exchanged()),
             reserved=RESERVED,
@@ -65,6 +67,11 @@ class Stage3(StageFootprint):
         return [sum(map(measure, unit)) for unit in self.shape.by_unit]
 
     def _full(self, parameter: ParameterShape) -> int:
+        """Bytes of a parameter that is gathered and freed, padding included."""
+        return 0 if parameter.replicated else self._padded(parameter)
+
+    def _padded(self, parameter: ParameterShape) -> int:
+        """Bytes of a whole parameter, padding included."""
         return parameter.flat(self.ranks) * self.ranks * self.element(parameter)
 
     def _copy(self, parameter: ParameterShape) -> int:
@@ -104,10 +111,11 @@ class Stage3(StageFootprint):
         """
         full = self._sizes(self._full)
         limit = int(self.zero["stage3_prefetch_bucket_size"])
-        ahead = (
-            max(self._sizes(lambda parameter: parameter.numel)) if limit == fields.UNLIMITED else limit
-        ) * self.compute
-        grads = self._sizes(lambda parameter: parameter.numel * self.compute if parameter.trainable else 0)
+        largest = max(self._sizes(lambda parameter: 0 if parameter.replicated else parameter.numel))
+        ahead = (largest if limit == fields.UNLIMITED else limit) * self.compute
+        grads = self._sizes(
+            lambda parameter: parameter.numel * self.compute if parameter.trainable and not parameter.replicated else 0
+        )
         for index, size in enumerate(full):
             gathered = size + min(ahead, sum(full) - size)
             if not self.cfg.sharding.reshard_after_forward:
@@ -117,6 +125,8 @@ class Stage3(StageFootprint):
     def _traffic(self) -> Iterator[Collective]:
         if self.ranks > 1:
             yield from self._gathers(sum(self._sizes(self._full)), again=bool(self.cfg.sharding.reshard_after_forward))
+            if whole := sum(map(self._padded, self.shape.replicated)):
+                yield Collective("all_gather", "parameters", "step", whole, self.ranks)
             sent = self._part * self.ranks * self.reduce * self.micro
             yield Collective("reduce_scatter", "gradients", "backward", sent, self.ranks)
         yield from self.between_groups(self._part, self.accumulate)

@@ -117,7 +117,7 @@ class FSDPBackend:
         """The arguments, checked. Pure."""
         from unishard_fsdp.spec import spec_of
 
-        return spec_of(cfg, translation)
+        return spec_of(cfg, translation, shape)
 
     def build(self, model: nn.Module, plan: RunPlan) -> InferenceAdapter:
         """Shard the model as the plan says and put an adapter around its engine. Imports torch. Collective.

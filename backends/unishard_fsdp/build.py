@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerBuilder
 from unishard.contract.kit.kept_fp32 import is_kept
+from unishard.contract.kit.replicated import is_replicated
 from unishard.contract.plan import RunPlan
 from unishard.distributed import devices
 from unishard.errors import BackendError
@@ -25,6 +26,7 @@ from unishard_fsdp.ddp_adapter import DDPAdapter
 from unishard_fsdp.fsdp_adapter import FSDPAdapter
 from unishard_fsdp.inference import FSDPInferenceAdapter
 from unishard_fsdp.private import PRIVATE_API, numbers
+from unishard_fsdp.replicated_parameters import ReplicatedParameters
 from unishard_fsdp.spec import FSDPSpec
 from unishard_fsdp.unit_forwards import UnitForwards
 
@@ -63,19 +65,27 @@ def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     else:
         embeddings = sharding.apply_fully_shard(model, units.gathered, device, native, forwards)
     conditional = ConditionalParameters(
-        [parameter for unit in units.conditional for parameter in unit.module.parameters()], device
+        [
+            parameter
+            for unit in units.conditional
+            for parameter in unit.module.parameters()
+            if not is_replicated(parameter)
+        ],
+        device,
     )
+    built = optimizer(_named(model))
     return FSDPAdapter(
         spec,
         precision,
         model,
-        optimizer(_named(model)),
+        built,
         device,
         native=native,
         root=cast(FSDPModule, model),
         forwards=forwards,
         conditional=conditional,
         embeddings=embeddings,
+        replicated=ReplicatedParameters(model, precision),
     )
 
 

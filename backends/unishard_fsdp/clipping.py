@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -12,7 +13,9 @@ from torch.nn.utils import clip_grads_with_norm_
 from unishard.contract.kit.grad_norm import multiply, norm_of
 
 
-def total_norm(gradients: list[Tensor], device: torch.device, *, copies: int) -> Tensor:
+def total_norm(
+    gradients: list[Tensor], device: torch.device, *, copies: int, replicated: Sequence[Tensor] = ()
+) -> Tensor:
     """Global L2 norm, an fp32 scalar on `device`, equal on all ranks. Collective unless every rank holds all gradients.
 
     Uses local shards: one collective of one number instead of DTensor's dispatch per gradient. It reduces over all
@@ -22,12 +25,17 @@ def total_norm(gradients: list[Tensor], device: torch.device, *, copies: int) ->
         gradients: This rank's shards.
         device: Where this rank computes.
         copies: Number of copies of each gradient over all ranks.
+        replicated: Gradients that every rank has whole, beside those.
     """
     norm = norm_of(gradients).to(device) if gradients else torch.zeros((), device=device)
-    if copies == dist.get_world_size():
+    world = dist.get_world_size()
+    if copies == world and not replicated:
         return norm
     square = norm.double().square()
-    dist.all_reduce(square)
+    if replicated:  # a part of each rank's: they are counted once, and the norm has the same bits on all
+        square += norm_of(replicated).to(device).double().square() * (copies / world)
+    if world > 1:
+        dist.all_reduce(square)
     return (square / copies).sqrt().float()
 
 
@@ -67,4 +75,6 @@ def scale(gradients: list[Tensor], norm: Tensor, max_norm: float | None, divisor
         clip_grads_with_norm_(cast(Any, [_Graded(gradient) for gradient in gradients]), max_norm, norm)
         return
     factor = torch.ones_like(norm) if max_norm is None else _factor(norm, max_norm)
-    multiply(gradients, (factor / divisor).to(gradients[0].device))
+    for device in dict.fromkeys(gradient.device for gradient in gradients):  # several where only shards are offloaded
+        there = [gradient for gradient in gradients if gradient.device == device]
+        multiply(there, (factor / divisor).to(device))

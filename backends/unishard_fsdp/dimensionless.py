@@ -12,21 +12,27 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from unishard.contract.kit.replicated import is_replicated
+
 _NUMBER = "_unishard_number"
 """An attribute of the parameter, which its shards get as well."""
 
 
 def add_dimension(model: nn.Module) -> None:
     """Give each parameter without dimensions the shape (1,), in place; its modules still show it without dimensions."""
-    numbers = [parameter for parameter in model.parameters() if not parameter.dim()]
+    numbers = [parameter for parameter in model.parameters() if _is_sharded_number(parameter)]
     for module in model.modules() if numbers else ():
         own = module.named_parameters(recurse=False, remove_duplicate=False)
-        if names := tuple(name for name, parameter in own if not parameter.dim()):
+        if names := tuple(name for name, parameter in own if _is_sharded_number(parameter)):
             kind: Any = type(module)
             module.__class__ = _showing(kind, names)
     for parameter in numbers:
         setattr(parameter, _NUMBER, True)
         parameter.data = parameter.data.view(1)
+
+
+def _is_sharded_number(parameter: Tensor) -> bool:
+    return not parameter.dim() and not is_replicated(parameter)
 
 
 def shape_of(parameter: Tensor) -> torch.Size:

@@ -32,6 +32,8 @@ from unishard.config.topology import Topology
 from unishard.contract.footprint import Bytes, Collective, Footprint, Piece, exchanged, optimizer_state
 from unishard.contract.kit.parameter_groups import groups_of, matrices_of
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
+from unishard_fsdp.parameter_size import own_size
+from unishard_fsdp.replicated_footprint import beside
 
 RESERVED = (1.05, 1.3)
 """The allocator keeps blocks of the units' sizes for each stream. A rule of thumb, not measured here: FSDP2 frees in
@@ -53,7 +55,9 @@ def footprint_of(shape: ModelShape, cfg: Config, topology: Topology, native: Nat
         case "replicate":
             return _Sharded(shape, cfg, topology, native, ranks=1).footprint()
         case _:
-            return _Sharded(shape, cfg, topology, native, ranks=shard_group_size(cfg, topology)).footprint()
+            ranks = shard_group_size(cfg, topology)
+            sharded = _Sharded(shape.without_replicated(), cfg, topology, native, ranks=ranks, whole_shape=shape)
+            return beside(sharded.footprint(), shape, cfg, topology, native)
 
 
 def _buffers(shape: ModelShape, cfg: Config) -> int:
@@ -65,19 +69,30 @@ def _buffers(shape: ModelShape, cfg: Config) -> int:
     )
 
 
-def _own(parameter: ParameterShape, cfg: Config) -> int:
-    """Bytes of an element of a parameter: trainable ones are master weights, frozen ones keep their dtype unless they
-    are kept in fp32.
-    """
-    if parameter.kept(cfg.precision):
-        return ITEMSIZE["fp32"]
-    return ITEMSIZE[cfg.precision.master] if parameter.trainable else itemsize(parameter.dtype)
-
-
 class _Sharded:
     """`fully_shard` over groups of `ranks`; of one rank it replicates."""
 
-    def __init__(self, shape: ModelShape, cfg: Config, topology: Topology, native: Native, *, ranks: int) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        cfg: Config,
+        topology: Topology,
+        native: Native,
+        *,
+        ranks: int,
+        whole_shape: ModelShape | None = None,
+    ) -> None:
+        """Of what is sharded.
+
+        Args:
+            shape: What is sharded of the model.
+            cfg: What to run.
+            topology: The ranks, and this one.
+            native: The native config of `translate`.
+            ranks: Of a group.
+            whole_shape: The model, where some of it is not sharded.
+        """
+        self._matrices = matrices_of(cfg.optimizer, (whole_shape or shape).trainable)
         self._shape, self._cfg, self._topology, self._native, self._ranks = shape, cfg, topology, native, ranks
         self._compute = native["mp_policy"]["param_dtype"]
         self._reduce = itemsize(native["mp_policy"]["reduce_dtype"] or self._compute or "float32")
@@ -91,9 +106,9 @@ class _Sharded:
         master = ITEMSIZE[cfg.precision.master]
         rank = self._topology.rank % self._ranks
         own = [parameter.rows(self._ranks, rank) for parameter in shape.trainable]
-        parameters = sum(parameter.rows(self._ranks) * _own(parameter, cfg) for parameter in shape.parameters)
+        parameters = sum(parameter.rows(self._ranks) * own_size(parameter, cfg) for parameter in shape.parameters)
         gradients = sum(parameter.rows(self._ranks) * master for parameter in shape.trainable)
-        matrices = matrices_of(cfg.optimizer, shape.trainable)
+        matrices = self._matrices
         are = [parameter.name in matrices for parameter in shape.trainable]
         pieces = [
             Piece(min(rank * each.rows(self._ranks), each.numel), held, each.numel)
@@ -133,7 +148,7 @@ class _Sharded:
     def _full(self, parameter: ParameterShape) -> int:
         """Bytes of a gathered parameter, padding included."""
         cast = self._compute and parameter.floating and not parameter.kept(self._cfg.precision)
-        size = itemsize(self._compute) if cast else _own(parameter, self._cfg)
+        size = itemsize(self._compute) if cast else own_size(parameter, self._cfg)
         return parameter.rows(self._ranks) * self._ranks * size
 
     def _reduced(self, parameter: ParameterShape) -> int:
@@ -252,7 +267,7 @@ def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> 
     """Whole parameters and gradients on each rank; the optimizer's state too, unless ZeroRedundancyOptimizer divides
     it.
     """
-    parameters = sum(parameter.numel * _own(parameter, cfg) for parameter in shape.parameters)
+    parameters = sum(parameter.numel * own_size(parameter, cfg) for parameter in shape.parameters)
     gradients = sum(parameter.numel for parameter in shape.trainable) * ITEMSIZE[cfg.precision.master]
     divided = native["zero_redundancy_optimizer"]
     matrices = matrices_of(cfg.optimizer, shape.trainable)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from unishard.config import Precision
 from unishard.contract.adapter import EngineAdapter
@@ -33,6 +34,8 @@ from unishard_fsdp.parameter_usage import own_names
 from unishard_fsdp.placement import placement_of
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.private.released import forget_states
+from unishard_fsdp.replicated_dtensors import ReplicatedDTensors
+from unishard_fsdp.replicated_parameters import ReplicatedParameters
 from unishard_fsdp.shards import shard_of
 from unishard_fsdp.spec import FSDPSpec
 from unishard_fsdp.stepped_shards import ShardViews, SteppedShards
@@ -62,20 +65,20 @@ class FSDPAdapter(EngineAdapter):
         root: FSDPModule,
         forwards: UnitForwards,
         conditional: ConditionalParameters,
+        replicated: ReplicatedParameters,
         embeddings: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__(module, device, optimizer)
         self._strategy, self._compute = spec.strategy, precision.compute
         self._root, self._forwards = root, forwards
+        self._replicated = replicated
         self._sharded_modules = [(name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule)]
         self._on_host: HostCopies | None = None
         if isinstance(native, options.FullyShard) and native.host_optimizer:
             pin_memory = native.host_optimizer.pin_memory and device.type == "cuda"
             units = [_own_parameters(part) for part in reversed(self._modules())]  # as backward reduces them
-            self._on_host = HostCopies(optimizer, device, units, pin_memory=pin_memory)
-        self._stepped: SteppedShards | None = self._on_host
-        if self._stepped is None and is_element_wise(optimizer):
-            self._stepped = ShardViews(optimizer)
+            self._on_host = HostCopies(optimizer, replicated.masters, device, units, pin_memory=pin_memory)
+        self._stepped = self._on_host or _stepped_by(optimizer, replicated)
         trained = [*self.shared_parameters.values()]
         self._gradients = TorchGradients(
             trained,
@@ -86,8 +89,10 @@ class FSDPAdapter(EngineAdapter):
             skip=None if self._on_host else DeviceSkip(optimizer),
             own_hooks=0 if self._stepped is None else self._stepped.hooks,
             before_change=self._on_host.gradients.change if self._on_host else lambda: None,
+            replicated=replicated,
         )
         skippable = set(trained if native.reduce_scatter_unused_params else conditional.parameters)
+        skippable.update(replicated.trained)
         self.shared_parameters = {name: each for name, each in self.shared_parameters.items() if each not in skippable}
         self._sharded = self.forward_is_collective = isinstance(native, options.FullyShard)
         self._last = True  # torch's default: each backward ends a window
@@ -152,21 +157,24 @@ class FSDPAdapter(EngineAdapter):
             self._refresh_trainable()
             self._stale_dtypes = not self._toggled.all_trainable()
         self._unsharded.set_reshard_after_backward(False)
-        with self._unreduced.backward(last=self._last):
+        with self._replicated.backward(last=self._last), self._unreduced.backward(last=self._last):
             self._forwards.order.backward(loss)
             self._unsharded.reduce_late()
 
     def finish_gradients(self) -> None:
         """Find the parameters of conditional modules that no rank has used."""
         self._conditional.find()
+        self._replicated.average()
 
     def update(self, max_norm: float | None, divisor: float, *, finished: bool) -> tuple[HostRead, bool | None]:
         """Reshard, and update."""
         self.reshard_all()
         self._conditional.find()
+        self._replicated.average()
         outcome = self._gradients.update(max_norm, divisor)
         self._end_window()
         self._conditional.forget()
+        self._replicated.forget()
         self._forwards.order.forget()
         return outcome
 
@@ -177,6 +185,7 @@ class FSDPAdapter(EngineAdapter):
         self._gradients.drop()
         self._end_window()
         self._conditional.forget()
+        self._replicated.forget()
         self._forwards.order.forget()
         self._unreduced.forget()
         if hasattr(self._root, "reset_iter_state"):  # from torch 2.13 on
@@ -200,12 +209,18 @@ class FSDPAdapter(EngineAdapter):
         return self._gradients.shard(parameter, create=create)
 
     def master_shard(self, parameter: nn.Parameter) -> Shard:
-        """The local tensor of the parameter."""
-        return shard_of(parameter)
+        """The local tensor of the parameter, or the master weight of one that is whole."""
+        return shard_of(parameter, self._replicated.masters.get(parameter))
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Reshard, to drop gathered copies of the old value."""
         self.reshard_all()
+        if parameter in self._replicated.masters:
+            parameter.data.copy_(full)
+
+    def loaded(self) -> None:
+        """Update whole parameters from their master weights."""
+        self._replicated.copy_masters()
 
     @cached_property
     def optimizer_state(self) -> TorchOptimizerState:
@@ -316,7 +331,10 @@ class FSDPAdapter(EngineAdapter):
 
     def placement(self) -> Placement:
         """Report what the engine holds, from its live tensors."""
-        return placement_of(self.module, FSDPModule.__name__, units=self._units(), masters=self._gradients.parameters)
+        return placement_of(self.module, FSDPModule.__name__, units=self._units(), masters=self._masters())
+
+    def _masters(self) -> list[Tensor]:
+        return [self._replicated.weights(parameter) for parameter in self._gradients.parameters]
 
     def _units(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self._sharded_modules if name) if self._sharded else ()
@@ -336,6 +354,7 @@ class FSDPAdapter(EngineAdapter):
             self._on_host.gradients.close()
         if self._stepped is not None:
             self._stepped.close()
+        self._replicated.close()
         self._root_first.forget()
         self._forwards.close()
         for hook in self._hooks:
@@ -344,6 +363,15 @@ class FSDPAdapter(EngineAdapter):
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter_named(module, name) for name in own_names(module)]
+
+
+def _stepped_by(optimizer: torch.optim.Optimizer, replicated: ReplicatedParameters) -> SteppedShards | None:
+    """What the optimizer steps on the device in place of the parameters; None if it steps these."""
+    if is_element_wise(optimizer):
+        return ShardViews(optimizer, replicated.masters)
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    meshes = [each.device_mesh for each in stepped if isinstance(each, DTensor)]
+    return ReplicatedDTensors(optimizer, replicated.masters, meshes[0]) if replicated and meshes else None
 
 
 def _copies(native: options.FullyShard | options.Replicate) -> int:

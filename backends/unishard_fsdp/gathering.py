@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from unishard.contract.kit.replicated import is_replicated
 from unishard_fsdp.dimensionless import parameter_named
 from unishard_fsdp.forward_methods import run_as_forward
 from unishard_fsdp.parameter_usage import own_names
@@ -102,7 +103,8 @@ def own_leaves(owner: nn.Module) -> Iterator[Tensor]:
     """The gathered parameters of a sharded module, without those of sharded modules inside it."""
     for name in own_names(owner):
         parameter = parameter_named(owner, name)
-        if not isinstance(parameter, DTensor):  # else a module inside this one shards it
+        # Else a module inside this one shards it, or none does.
+        if not isinstance(parameter, DTensor) and not is_replicated(parameter):
             yield parameter
 
 

@@ -12,11 +12,12 @@ stream up                                                                       
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from unishard.contract.kit.element_wise import steps_each_alone
 from unishard_fsdp.early_gradients import EarlyGradients
@@ -38,6 +39,7 @@ class HostCopies(SteppedShards):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        masters: Mapping[nn.Parameter, Tensor],
         device: torch.device,
         units: Sequence[Sequence[nn.Parameter]],
         *,
@@ -47,6 +49,7 @@ class HostCopies(SteppedShards):
 
         Args:
             optimizer: Has not stepped yet.
+            masters: The master weights of parameters that are no master weights themselves.
             device: Where the parameters are.
             units: Parameters that are updated together, in the order of updates.
             pin_memory: Whether host memory is page-locked, without which each copy waits until it is done.
@@ -56,7 +59,7 @@ class HostCopies(SteppedShards):
         self._down, self._up = self._device.Stream(), self._device.Stream()
         self._alone = steps_each_alone(optimizer)
         self._hooks = StepHooks(optimizer)
-        super().__init__(optimizer)
+        super().__init__(optimizer, masters)
         numbers = {each: number for number, unit in enumerate(units) for each in unit}  # a shared one is in several
         self._unit_of = {tensor: numbers.get(parameter, 0) for parameter, tensor in self.tensors.items()}
         self._units: list[list[nn.Parameter]] = [[] for _ in units]
@@ -64,7 +67,7 @@ class HostCopies(SteppedShards):
             self._units[self._unit_of[tensor]].append(parameter)
         self._arrivals: list[Any] = []
         """By unit, the event after which its copies are in host memory."""
-        trained = [parameter for parameter in self.tensors if parameter.requires_grad]
+        trained = [each for each in self.tensors if isinstance(each, DTensor) and each.requires_grad]
         self.gradients = EarlyGradients(trained if pin_memory else (), self._empty)
 
     def _update(self) -> None:
@@ -107,7 +110,7 @@ class HostCopies(SteppedShards):
         return {number: own for number, own in found.items() if own}
 
     def _new(self, parameter: nn.Parameter) -> nn.Parameter:
-        shard = local(parameter)
+        shard = self._weights(parameter)
         copy = nn.Parameter(self._empty(shard).copy_(shard))
         vars(copy).update(vars(parameter))
         return copy
@@ -130,7 +133,7 @@ class HostCopies(SteppedShards):
     def _read_one(self, parameter: nn.Parameter, copy: nn.Parameter) -> None:
         if parameter.grad is None:
             return
-        copy.data.copy_(local(parameter), non_blocking=self._pin_memory)
+        copy.data.copy_(self._weights(parameter), non_blocking=self._pin_memory)
         copy.grad = self.gradients.copy_of(parameter)
         if copy.grad is None:
             gradient = local(parameter.grad)
@@ -148,7 +151,9 @@ class HostCopies(SteppedShards):
             for parameter in self._units[number]:
                 copy = self.tensors[parameter]
                 if copy.grad is not None:
-                    local(parameter).copy_(copy, non_blocking=self._pin_memory)
+                    self._weights(parameter).copy_(copy, non_blocking=self._pin_memory)
+                    if parameter in self._masters:
+                        parameter.data.copy_(self._masters[parameter])
                     copy.grad = None
 
     def _write(self) -> None:

@@ -68,6 +68,9 @@ class FullyShard(_Arguments):
     """Smaller modules are not units."""
     conditional_modules: list[str]
     """Classes of modules that a rank may skip; they belong to the unit around them."""
+    ignored_params: list[str]
+    """Patterns of the names of parameters that are not sharded, and for a model the names; unishard averages their
+    gradients."""
     reshard_after_forward: bool | int
     """For units; a number leaves a shard of what was gathered on each of so many ranks. The root is never resharded
     after forward, because backward needs it first (torch's default)."""

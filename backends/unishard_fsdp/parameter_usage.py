@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from unishard.contract.kit.replicated import is_replicated
 from unishard_fsdp.dimensionless import parameter_named
 
 
@@ -51,7 +52,9 @@ class ParameterUsage:
         self._hooks.pop(module).remove()
         # A parameter shared with a module inside this one may be sharded now; it is tracked there.
         parameters = [parameter_named(module, name) for name in names]
-        self._gathered[module] = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        self._gathered[module] = [
+            parameter for parameter in parameters if not isinstance(parameter, DTensor) and not is_replicated(parameter)
+        ]
 
     def _watch(self, trained: Iterable[nn.Parameter]) -> None:
         """Register one hook per parameter, also for those unfrozen later."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unishard.contract.results import Placement
 from unishard.distributed.dtypes import name_of
@@ -14,7 +14,7 @@ from unishard_fsdp.shards import local
 
 @torch.no_grad()
 def placement_of(
-    module: nn.Module, engine: str, *, units: Sequence[str] = (), masters: Sequence[nn.Parameter] = ()
+    module: nn.Module, engine: str, *, units: Sequence[str] = (), masters: Sequence[Tensor] = ()
 ) -> Placement:
     """Report what this rank holds.
 
@@ -22,7 +22,7 @@ def placement_of(
         module: The model.
         engine: Name of the class that runs it.
         units: Names of its units.
-        masters: The trainable parameters that this rank updates.
+        masters: What this rank updates: trainable parameters, or their master weights.
     """
     own = [local(parameter) for parameter in masters]
     return Placement(

@@ -103,6 +103,18 @@ _OWN: Mapping[str, Rule] = {
         ),
         to=lambda cfg, topology: {"conditional_modules": cfg.sharding.conditional_modules},
     ),
+    "sharding.replicate": row(
+        Fit.EXACT,
+        "fully_shard(ignored_params=...)",
+        "unishard casts them, keeps their master weights on every rank, and averages their gradients in one all-reduce "
+        "when the last backward of a window ends",
+        unless(
+            "no_shard, or native.fsdp.zero_redundancy_optimizer",
+            lambda cfg: fields.form_of(cfg) != "fully_shard",
+            "nothing to replicate: every rank holds every parameter whole",
+        ),
+        to=fields.for_forms(("fully_shard",), lambda cfg: {"ignored_params": cfg.sharding.replicate}),
+    ),
     "precision.compute": row(
         Fit.EXACT,
         "MixedPrecisionPolicy(param_dtype=...)",

@@ -17,6 +17,7 @@ from unishard.contract.kit.dtypes import cast_to_compute
 from unishard.contract.kit.forwards import is_compiled
 from unishard.contract.kit.kept_fp32 import all_kept, is_kept
 from unishard.contract.kit.materialization import Part, materialize, row_part
+from unishard.contract.kit.replicated import is_replicated
 from unishard.contract.units import Unit
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import dtype_named
@@ -127,6 +128,12 @@ def _mesh(device: torch.device, axes: Mesh | None = None) -> DeviceMesh:
     return init_device_mesh(device.type, (axes.replicate, axes.shard), mesh_dim_names=("replicate", "shard"))
 
 
+def _part(shards: DeviceMesh) -> Part:
+    """What this rank keeps of a parameter: rows, or all of it."""
+    of_rows = row_part(shards.get_local_rank(), shards.size())
+    return lambda parameter: (0, parameter.numel()) if is_replicated(parameter) else of_rows(parameter)
+
+
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else dtype_named(name)
 
@@ -170,6 +177,7 @@ def apply_fully_shard(
     keeps = options.keep_last_unit and frozen is None
     kept = [model, *(unit.module for unit in units[-1:] if keeps)]
     embeddings = [unit.module for unit in units if unit.is_embedding and not options.unshard_embeddings_in_backward]
+    ignored = {parameter for parameter in model.parameters() if is_replicated(parameter)}
 
     def apply(module: nn.Module) -> None:
         frees = False if any(module is each for each in kept) else options.reshard_after_forward
@@ -180,12 +188,13 @@ def apply_fully_shard(
                 reshard_after_forward=frees,
                 mp_policy=_policy(options.mp_policy, module, root=module is model),
                 offload_policy=offload,
+                ignored_params=ignored,
             )
         if any(module is each for each in embeddings):
             cast(FSDPModule, module).set_unshard_in_backward(False)
 
     shards = mesh["shard"]
-    load(model, units, device, apply, frozen=frozen, part=row_part(shards.get_local_rank(), shards.size()))
+    load(model, units, device, apply, frozen=frozen, part=_part(shards))
     _keep_fp32(model)
     _run_as_unsharded(model)
     collective_settings.apply(model, options)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from unishard.config import Config
 from unishard.config.nested import Native
+from unishard.contract.model_shape import ModelShape
 from unishard.contract.report import Translation
 from unishard_fsdp.options import Options, parse
 
@@ -24,12 +25,15 @@ class FSDPSpec:
     """Whether an update with a gradient that is not finite is made, too."""
 
 
-def spec_of(cfg: Config, translation: Translation) -> FSDPSpec:
-    """The spec of a config."""
+def spec_of(cfg: Config, translation: Translation, shape: ModelShape) -> FSDPSpec:
+    """The spec of a config for a model, with the names of what is not sharded in place of patterns."""
+    native = dict(translation.native)
+    if native.get("ignored_params"):
+        native["ignored_params"] = [parameter.name for parameter in shape.replicated]
     return FSDPSpec(
         engine=translation.engine,
-        native=translation.native,
-        options=parse(translation.native),
+        native=native,
+        options=parse(native),
         strategy=cfg.sharding.strategy,
         steps_always=cfg.training.nonfinite == "ignore",
     )

@@ -1,4 +1,5 @@
-"""Step an optimizer on plain tensors in place of DTensors: on this rank's shards, or, in `host_copies.py`, on copies.
+"""Step an optimizer on other tensors than the parameters: on plain tensors in place of DTensors, this rank's shards,
+and on the master weights of whole parameters; `host_copies.py` on copies, `replicated_dtensors.py` on DTensors.
 
 The dispatch of an operation on DTensors takes longer than the operation, and the first call of a fused kernel on n of
 them takes n squared: it derives the placement of each entry from all entries (torch 2.13,
@@ -9,12 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from operator import is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.shards import local
@@ -31,10 +33,15 @@ class SteppedShards(ABC):
     """How many hooks this has on the optimizer."""
 
     @torch.no_grad()
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[nn.Parameter, Tensor]) -> None:
         """Prepare an optimizer that has not stepped yet, with the state that it may have created when it was
         constructed.
+
+        Args:
+            optimizer: Has the parameters.
+            masters: The master weights of parameters that are no master weights themselves.
         """
+        self._masters = masters
         self._optimizer: Any = optimizer  # torch calls the keys of its state tensors
         self.tensors: dict[nn.Parameter, nn.Parameter] = {
             parameter: self._new(parameter) for group in optimizer.param_groups for parameter in group["params"]
@@ -87,6 +94,10 @@ class SteppedShards(ABC):
     def _write(self) -> None:
         """Give the parameters the values of the tensors, and drop the gradients of the latter."""
 
+    def _weights(self, parameter: nn.Parameter) -> Tensor:
+        """What is updated of a parameter on this rank."""
+        return local(self._masters.get(parameter, parameter))
+
     @torch.no_grad()
     def _enter(self) -> None:
         if self._shown is not None:
@@ -126,30 +137,38 @@ def _differ(some: Collection[Any], others: Collection[Any]) -> bool:
 
 
 class ShardViews(SteppedShards):
-    """This rank's shards themselves."""
+    """This rank's shards themselves, and whole parameters or their master weights."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make tensors of the shards' memory."""
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: Mapping[nn.Parameter, Tensor]) -> None:
+        """Make tensors of their memory."""
         self._local: Callable[[Tensor], Tensor] = local
         if PRIVATE_API["local-tensors"].works:
             from unishard_fsdp.private.local_tensors import local_tensor
 
             self._local = local_tensor
-        super().__init__(optimizer)
+        super().__init__(optimizer, masters)
+        pairs = self.tensors.items()
+        self._sharded = dict(pair for pair in pairs if isinstance(pair[0], DTensor))
+        self._whole = dict(pair for pair in pairs if not isinstance(pair[0], DTensor))
 
     def _new(self, parameter: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(local(parameter).detach())
+        return nn.Parameter(self._weights(parameter).detach())
 
     def _moved(self, value: Tensor) -> Tensor:
         return local(value)
 
     def _read(self) -> None:
-        for parameter, tensor in self.tensors.items():
+        for parameter, tensor in self._sharded.items():
             gradient = parameter.grad
             if gradient is not None:
                 tensor.data = self._local(parameter)  # FSDP2 may have moved it (_fsdp_param.py, reset_sharded_param)
                 tensor.grad = self._local(gradient)
+        for parameter, tensor in self._whole.items():
+            tensor.data, tensor.grad = self._weights(parameter), parameter.grad
 
     def _write(self) -> None:
+        for parameter in self._whole.keys() & self._masters.keys():
+            if self._whole[parameter].grad is not None:
+                parameter.data.copy_(self._masters[parameter])
         for tensor in self.tensors.values():
             tensor.grad = None

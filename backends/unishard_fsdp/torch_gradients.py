@@ -16,6 +16,7 @@ from unishard.contract.kit.skipping import DeviceSkip
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
 from unishard_fsdp.clipping import changes, scale, total_norm
+from unishard_fsdp.replicated_parameters import ReplicatedParameters
 from unishard_fsdp.shards import shard_of
 
 _grad = attrgetter("grad")
@@ -45,6 +46,7 @@ class TorchGradients:
         skip: DeviceSkip | None,
         own_hooks: int = 0,
         before_change: Callable[[], object] = lambda: None,
+        replicated: ReplicatedParameters | None = None,
     ) -> None:
         """Of parameters that are sharded, or full on every rank.
 
@@ -57,6 +59,7 @@ class TorchGradients:
             skip: Skips updates on the device; None if the optimizer's steps are collective, or made in host memory.
             own_hooks: How many hooks this package has on the optimizer.
             before_change: Called before gradients are changed that are final.
+            replicated: Of the parameters, those that are full on every rank although the others are sharded.
         """
         self.parameters = parameters
         self._device = device
@@ -66,6 +69,8 @@ class TorchGradients:
         self._skip = skip
         self._own_hooks = own_hooks
         self._before_change = before_change
+        self._replicated = replicated
+        self._whole = set[nn.Parameter](() if replicated is None else replicated.trained)
         self._norm: Tensor | None = None
         """That of the gradients of this window, once it was asked for."""
 
@@ -80,7 +85,7 @@ class TorchGradients:
         """
         stepped, gradients = self._gradients()
         norm, self._norm = self._norm, None
-        norm = (total_norm(gradients, self._device, copies=self._copies) if norm is None else norm) / divisor
+        norm = (self._total(stepped, gradients) if norm is None else norm) / divisor
         value, updated = HostRead(norm), True if self._steps_always else None
         on_device = (
             updated is None and self._skip is not None and self._skip.possible(stepped, norm, hooks=self._own_hooks)
@@ -105,11 +110,22 @@ class TorchGradients:
         # Not `local`: a call for each parameter would count.
         return stepped, [each.to_local() if isinstance(each, DTensor) else each for each in map(_grad, stepped)]
 
+    def _total(self, stepped: Sequence[nn.Parameter], gradients: list[Tensor]) -> Tensor:
+        if not self._whole:
+            return total_norm(gradients, self._device, copies=self._copies)
+        pairs = [*zip(stepped, gradients, strict=True)]
+        return total_norm(
+            [gradient for parameter, gradient in pairs if parameter not in self._whole],
+            self._device,
+            copies=self._copies,
+            replicated=[gradient for parameter, gradient in pairs if parameter in self._whole],
+        )
+
     @torch.no_grad()
     def norm(self) -> Tensor:
         """The norm of the gradients, not divided, which `update` uses again. Collective."""
         if self._norm is None:
-            self._norm = total_norm(self._gradients()[1], self._device, copies=self._copies)
+            self._norm = self._total(*self._gradients())
         return self._norm
 
     def shard(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
@@ -120,7 +136,8 @@ class TorchGradients:
         if parameter.grad is None:
             if not create:
                 return None
-            parameter.grad = torch.zeros_like(parameter)
+            weights = parameter if self._replicated is None else self._replicated.weights(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=weights.dtype)
         return shard_of(parameter, parameter.grad)
 
     def drop(self) -> None:

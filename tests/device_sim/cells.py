@@ -31,6 +31,8 @@ class Cell(NamedTuple):
     """`optimizer`, `all`, `activations`, or nothing."""
     sequence: str = ""
     """`ulysses` or `allgather`, where both ranks share each sample."""
+    replicate: str = ""
+    """Parameters that every rank holds whole."""
 
     def __str__(self) -> str:
         return "-".join(filter(None, self))
@@ -66,6 +68,11 @@ CELLS = (
         for method in ("ulysses", "allgather")
     ),
     *(Cell(backend, "full_shard", "fp32", "all", "ulysses") for backend in BACKENDS),
+    *(
+        Cell(backend, "full_shard", precision, offload, replicate="norm|head")
+        for backend in BACKENDS
+        for precision, offload in (("bf16", ""), ("fp32", "all"), ("bf16", "optimizer"))
+    ),
 )
 QUICK = (
     *(Cell(backend, "full_shard") for backend in BACKENDS),
@@ -102,7 +109,8 @@ def races() -> list[str]:
 def _ran(cell: Cell) -> Ran:
     before = len(races())
     sections = OFFLOADS[cell.offload] | ({"parallel": {"sequence": _of(cell.sequence)}} if cell.sequence else {})
-    cfg = config(cell.backend, cell.strategy, precision=cell.precision, training=WINDOWS, **sections)
+    sharding = {"strategy": cell.strategy} | ({"replicate": [cell.replicate]} if cell.replicate else {})
+    cfg = config(cell.backend, sharding, precision=cell.precision, training=WINDOWS, **sections)
     try:
         with mock.patch.object(units, "SMALL", 0), unishard.prepare(_model(cell), cfg) as engine:
             found = curve(train(engine, _data(cell)))

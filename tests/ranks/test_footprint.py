@@ -66,9 +66,16 @@ def _on_two(backend):
         yield "mlp", {"sharding": strategy, "optimizer": "muon"}
         yield "wide", {"sharding": strategy, "optimizer": "adamw_8bit"}
         yield "wide", {"sharding": strategy, "precision": "bf16", "optimizer": "adamw_8bit"}
+    yield from _replicated()
     if backend == "fsdp":
         yield "mlp", {"sharding": "shard_optimizer", "native": {"fsdp": {"zero_redundancy_optimizer": True}}}
         yield "mlp", {"optimizer": {"name": "sgd"}}
+
+
+def _replicated():
+    for strategy, precision in (("full_shard", "bf16"), ("shard_grad_op", "fp32"), ("full_shard", "fp32")):
+        yield "mlp", {"sharding": {"strategy": strategy, "replicate": ["norm", "head"]}, "precision": precision}
+    yield "lora", {"sharding": {"strategy": "full_shard", "replicate": ["lora_", "norm"]}, "precision": "bf16"}
 
 
 def _on_four(backend):

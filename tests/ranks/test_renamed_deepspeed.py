@@ -43,6 +43,9 @@ class Branching(nn.Module):
         return MlpOutput(functional.cross_entropy(logits.float(), torch.arange(4)), logits)
 
 
+WHOLE = {"replicate": ["sometimes"]}
+
+
 def prepared(strategy, precision="fp32", whole=(), **sections):
     torch.manual_seed(5)
     sharding = (strategy if isinstance(strategy, dict) else {"strategy": strategy}) | (
@@ -160,6 +163,8 @@ MEETING = {
     ),
     "conditional-modules-stages-1-2": (trains, "shard_grad_op", {"whole": ("Linear",)}),
     "conditional-modules-stage-3": (trains, "full_shard", {"whole": ("Linear",)}),
+    "replicated-stages-1-2": (trains, {"strategy": "shard_grad_op", **WHOLE}, "fp32"),
+    "replicated-stage-3": (trains, {"strategy": "full_shard", **WHOLE}, "fp32"),
     "kept-parameters-stages-1-2": (trains, "shard_grad_op", KEPT),
     "kept-parameters-stage-3": (trains, "full_shard", KEPT),
     "unused-stages-1-2": (leaves_out, "shard_grad_op", "bf16"),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from unishard.config.patterns import Pattern
 from unishard.config.relevance import OffAt, UnusedIf
 from unishard.config.section import Section, refuse
 from unishard.config.spellings import Spellings
@@ -82,6 +83,11 @@ class Sharding(Section):
     an image tower. Neither they nor modules inside them are units: they are gathered and reduced with the enclosing
     unit, or with the root if there is none. A rank that does not use one of their parameters contributes zeros to the
     average."""
+    replicate: Annotated[list[Pattern], OffAt([])] = Field(default=[])
+    """Parameters that every rank holds whole at all times, between the calls of the engine too, such as those of a
+    router or of a module whose weight another one reads: regular expressions, matched anywhere in their names. They are
+    ordinary tensors in `precision.compute`, nothing gathers them, and a rank may skip them. `no_shard` holds all
+    parameters so."""
 
     @property
     def within_group(self) -> str:

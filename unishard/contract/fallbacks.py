@@ -56,6 +56,7 @@ FALLBACKS: Mapping[str, Rule] = {
             "sharding.reshard_after_forward": "pass it to fully_shard",
             "sharding.units": "shard modules of these classes",
             "sharding.conditional_modules": "leave modules of these classes out",
+            "sharding.replicate": "leave these parameters out, and average their gradients over the ranks",
             "precision.matmul": "call torch.set_float32_matmul_precision",
             "precision.reduce": "reduce gradients in this dtype",
             "precision.buffers": "cast the model's floating-point buffers before it is wrapped",

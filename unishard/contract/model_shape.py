@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -69,6 +69,8 @@ class ParameterShape(TensorShape):
     """The compute dtypes in which the model's class keeps it in fp32."""
     matrix: bool = False
     """Whether it is a matrix for optimizers that know matrices: a weight of a unit, of two or three dimensions."""
+    replicated: bool = False
+    """Whether every rank holds it whole where others are sharded."""
 
     def kept(self, precision: Precision) -> bool:
         """Whether it stays in fp32 under `precision.keep_fp32`."""
@@ -118,6 +120,15 @@ class ModelShape:
     def frozen(self) -> tuple[ParameterShape, ...]:
         """The frozen ones."""
         return tuple(parameter for parameter in self.parameters if not parameter.trainable)
+
+    @cached_property
+    def replicated(self) -> tuple[ParameterShape, ...]:
+        """Those that every rank holds whole."""
+        return tuple(parameter for parameter in self.parameters if parameter.replicated)
+
+    def without_replicated(self) -> ModelShape:
+        """The same model without those."""
+        return replace(self, parameters=tuple(each for each in self.parameters if not each.replicated))
 
     @cached_property
     def numel(self) -> int:

@@ -79,6 +79,8 @@ class ModelPlan:
     offload: Offload
     kept: Sequence[str]
     """Names of the parameters and of the buffers that stay in fp32 in a 16-bit run."""
+    replicated: Sequence[str]
+    """Names of the parameters that every rank holds whole although the strategy shards; a tied one has one name."""
     units: ModelUnits
     recomputed: Sequence[Unit]
     """Modules that run their forward again in backward."""

@@ -17,7 +17,7 @@ from unishard.config.loading import launched
 from unishard.config.topology import Topology
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerFactory
-from unishard.contract.kit import kept_fp32, materialization
+from unishard.contract.kit import kept_fp32, materialization, replicated
 from unishard.contract.kit.dtypes import cast_model
 from unishard.contract.plan import RunPlan
 from unishard.distributed import agreement, devices
@@ -156,6 +156,7 @@ def _shard(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     materialization.check(model, train=trains)
     matmul.set_matmul(planned.precision)
     kept_fp32.mark_kept(model, planned.kept)
+    replicated.mark_replicated(model, planned.replicated)
     PREPARED.update(model.modules())
     cast_model(model, planned.precision, train=trains)
     # Recomputation inside compilation inside the engine's hooks: a compiled block then recomputes in its own graph, and

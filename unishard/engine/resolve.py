@@ -15,7 +15,7 @@ from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.contract import registry, tested_versions
 from unishard.contract.backend import Backend, OptimizerFactory
-from unishard.contract.kit import empty_parameters, input_casts, kept_fp32
+from unishard.contract.kit import empty_parameters, input_casts, kept_fp32, replicated
 from unishard.contract.kit.parameter_groups import matrices_of
 from unishard.contract.model_shape import ModelShape
 from unishard.contract.plan import ConfigText, GuardSpec, MemorySpec, ModelPlan, ObserveSpec, RunPlan
@@ -88,6 +88,7 @@ def resolve(
     facts = model_facts.facts_of(model, train=train, forward_writes=topology.world_size == 1 and full)
     empty_parameters.freeze_empty(model)
     kept = kept_fp32.find_kept(model, cfg.precision, train=train)
+    whole = replicated.find_replicated(model, cfg.sharding)
     units = units_of(model, cfg.sharding)
     input_casts.check([model, *(unit.module for unit in units.casting)], cfg.precision)
     recomputed = activation_checkpointing.find(model, cfg.activation_checkpointing, cfg.sharding)
@@ -101,17 +102,18 @@ def resolve(
     else:
         _require_none(optimizer=optimizer, scheduler=scheduler)
     shape, text = shape_of(model, cfg.sharding), text_of(cfg)
-    replicated = not train and strategy not in _SHARDS_PARAMETERS
+    full_copies = not train and strategy not in _SHARDS_PARAMETERS
     return RunPlan(
         topology=topology,
         backend=backend,
-        engine=None if replicated else backend.spec(cfg, translation, topology, shape, units),
+        engine=None if full_copies else backend.spec(cfg, translation, topology, shape, units),
         model=ModelPlan(
             classes={name: type(module).__name__ for name, module in model.named_modules()},
             shape=shape,
             precision=cfg.precision,
             offload=cfg.offload,
             kept=kept.names,
+            replicated=whole if strategy != "no_shard" else (),
             units=units,
             recomputed=recomputed if train else [],
             offloaded=offloaded if train else [],
@@ -135,12 +137,13 @@ def resolve(
             placement=expected_placement(
                 facts,
                 cfg.precision,
-                engine=type(model).__name__ if replicated else translation.engine,
-                units=[] if replicated else [unit.name for unit in units.gathered],
+                engine=type(model).__name__ if full_copies else translation.engine,
+                units=[] if full_copies else [unit.name for unit in units.gathered],
                 strategy=cfg.sharding.within_group,
                 ranks=topology.world_size,
                 group_size=shard_group_size(cfg, topology),
                 kept=kept.elements,
+                replicated=sum(each.numel for each in shape.parameters if each.name in whole),
             ),
         ),
         text=text,

@@ -26,6 +26,7 @@ def expected_placement(
     ranks: int,
     group_size: int,
     kept: int,
+    replicated: int,
 ) -> ExpectedPlacement:
     """What an engine must hold.
 
@@ -38,6 +39,7 @@ def expected_placement(
         ranks: All of them.
         group_size: Ranks that share one copy.
         kept: Elements of parameters that stay in fp32 in a 16-bit run.
+        replicated: Elements of parameters that every rank holds whole, beside a shard in some engines.
     """
     slack = 0 if strategy == "no_shard" else facts.indivisible
     # Frozen parameters keep their dtype on every engine, without an fp32 copy. For inference all are in the compute
@@ -54,9 +56,9 @@ def expected_placement(
         # ZeRO-1 and ZeRO-2 keep full parameters on each rank, so an engine need not have units there.
         has_units=strategy == "full_shard",
         master_dtypes=frozenset({name_of(DTYPES[precision.master])} if facts.trainable else ()),
-        master_numel=-(-facts.trainable // group_size) + slack,
+        master_numel=-(-facts.trainable // group_size) + slack + replicated,
         all_masters=facts.trainable * ranks // group_size,
-        param_bytes=-(-full // group_size) + 4 * slack if strategy == "full_shard" else full,
+        param_bytes=-(-full // group_size) + 4 * (slack + replicated) if strategy == "full_shard" else full,
     )
 
 

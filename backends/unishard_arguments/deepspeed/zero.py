@@ -9,10 +9,10 @@ from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
-from unishard.contract.field_rows import exact, row
+from unishard.contract.field_rows import exact, row, when_default
 from unishard.contract.key_rows import boolean, drops, integer, listed, refuses, sets
 from unishard.contract.render import AUTO
-from unishard.contract.rules import Fit, Rule, When, equivalent, is_
+from unishard.contract.rules import Fit, Rule, When, equivalent, is_, unless
 from unishard_arguments.deepspeed.facts import dropped, may_reach, only, quiet, spelt, stage, undecided, unless_auto
 from unishard_deepspeed import fields
 
@@ -281,6 +281,14 @@ RULES: Mapping[str, Rule] = {
         "zero_optimization.leaf_module.classes",
         "gathered whole, and a rank that does not use one adds zeros",
         equivalent("strategy is not full_shard", lambda cfg: not _three(cfg), "unused parameters are reduced as zeros"),
+    ),
+    "sharding.replicate": row(
+        Fit.APPROXIMATE,
+        "zero_optimization.stage3_param_persistence_threshold",
+        "DeepSpeed chooses by size what stays whole, not by name: these are sharded too, with the same maths unless "
+        "their weights are read outside their modules or ranks skip them",
+        when_default("sharding.replicate"),
+        unless("strategy is not full_shard", lambda cfg: not _three(cfg), "every rank holds every parameter whole"),
     ),
     "communication.reduce_bucket_size": exact(
         "zero_optimization.reduce_bucket_size",

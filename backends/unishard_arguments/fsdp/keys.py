@@ -6,6 +6,7 @@ A few belong to Accelerate (1.15.0) around them. FSDP1 and FSDP2 name things dif
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -252,6 +253,27 @@ def _size_key(value: Any, document: DocumentValues) -> KeyEffect:
     )
 
 
+_NOT_MANAGED = (
+    "whole on every rank there too, but FSDP neither casts these modules nor averages their gradients, and here both "
+    "is done: the same for modules that are frozen in the compute dtype"
+)
+
+
+def _ignored_key(value: Any, document: DocumentValues) -> KeyEffect:
+    """A regular expression for whole names of modules; here one for the beginning of names of their parameters."""
+    if _off(value):
+        return _UNSET
+    if not isinstance(value, str):
+        raise Unreadable(f"must be a regular expression for names of modules, got {shown(value)}; write one")
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise Unreadable(f"must be a regular expression, got {shown(value)} ({error}); write one") from None
+    if not _sharded(document):
+        return KeyEffect(Fit.IGNORED, "nothing is sharded, so every rank holds every module whole")
+    return KeyEffect(Fit.APPROXIMATE, _NOT_MANAGED, {"sharding.replicate": [rf"^(?:{value})\."]})
+
+
 def _checkpointing_key(value: Any, document: DocumentValues) -> KeyEffect:
     if isinstance(value, list | tuple) and value:
         return KeyEffect(fields={"activation_checkpointing": listed(value)})
@@ -326,9 +348,7 @@ KEYS: Mapping[str, Key] = {
     "auto_wrap_policy": _set(_policy_key, "sharding.units"),
     "transformer_layer_cls_to_wrap": _set(_classes_key, "sharding.units"),
     "min_num_params": _set(_size_key, "sharding.min_unit_params", Fit.EQUIVALENT),
-    "ignored_modules": refuses(
-        "every parameter is sharded; leave these modules out of the model, or freeze them and remove the key", _off
-    ),
+    "ignored_modules": _set(_ignored_key, "sharding.replicate", Fit.APPROXIMATE, _NOT_MANAGED),
     "backward_prefetch": _time(
         "affects only time; the next unit is always prefetched, see communication.prefetch_bucket_size",
         *("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "NONE", "1", "2", "3"),

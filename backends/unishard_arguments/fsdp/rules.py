@@ -16,6 +16,7 @@ from unishard.config.topology import Topology
 from unishard.contract.fallbacks import noted, rows
 from unishard.contract.field_rows import (
     NO_FILES,
+    asked,
     exact,
     moved_together,
     no_key,
@@ -134,6 +135,14 @@ _OWN: Mapping[str, Rule] = {
         Fit.NEEDS_INPUT,
         SCRIPT,
         "do not call fully_shard on them; call set_reduce_scatter_unused_params(True) on the root",
+    ),
+    **asked(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        {
+            "sharding.replicate": "pass these parameters to each fully_shard as ignored_params, cast them, and average "
+            "their gradients over the ranks before each update"
+        },
     ),
     "precision.compute": exact(
         "mixed_precision.param_dtype",

@@ -49,9 +49,13 @@ def remove_hooks(optimizer: Any, modules: Iterable[nn.Module]) -> None:
 
     DeepSpeed also compares between ranks the order in which modules were entered, recorded by those hooks
     (runtime/zero/partitioned_param_coordinator.py, reset_step).
+
+    Args:
+        optimizer: DeepSpeed's, which without training is its `DeepSpeedZeRoOffload`.
+        modules: The modules, without what is inside them.
     """
     hooked = {id(hooks) for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)}
-    offload = optimizer.parameter_offload  # runtime/zero/parameter_offload.py
+    offload = getattr(optimizer, "parameter_offload", optimizer)  # runtime/zero/parameter_offload.py
     for handle in (*offload.forward_hooks, *offload.backward_hooks):
         if id(handle.hooks_dict_ref()) in hooked:
             handle.remove()
@@ -149,6 +153,16 @@ def _reduce_at_stage_2(optimizer: Any, parameters: Sequence[nn.Parameter], group
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.process_gradients(parameter, groups[parameter])
+
+
+def free_never(parameters: Iterable[Any]) -> None:
+    """Stage 3: let no module free these parameters, as in `not_freed`, chosen by name.
+
+    DeepSpeed's own setting, `stage3_param_persistence_threshold`, chooses parameters by their size, and frees them in
+    the first forward and backward all the same (runtime/zero/partitioned_param_coordinator.py, release_sub_module).
+    """
+    for parameter in parameters:
+        parameter.is_external_param = True
 
 
 @contextmanager

@@ -43,6 +43,8 @@ def require_for(spec: ZeroSpec, device: str, *, trains: bool, units: bool) -> No
         require("replica-groups", kind)
     if spec.second_copies:
         PRIVATE_API["second-copies"].require()
+    if spec.replicates:
+        require("replicated", kind)
     if not trains:
         return
     if kind == "stage-3" and units:

@@ -58,6 +58,22 @@ _EARLY = _of(_ENGINE, "_running_engine_step enable_backward_allreduce allreduce_
 _PARTS = _of(_INIT, "ds_numel ds_zero_partition_rank ds_process_group ds_id")
 _COUNT = _of(_ENGINE, "_unmanaged_backward_count")
 
+_REDUCED_LAST: Mapping[str, tuple[str, ...]] = {
+    "stages-1-2": (
+        *_of(_STAGES_1_2, "create_gradient_handling_hooks _grad_acc_hooks bit16_groups partition_gradients"),
+        *_of(_STAGES_1_2, "independent_gradient_partition_epilogue reduce_gradients"),
+        *_of(_STAGES_1_2, "process_gradients get_gradient_for_reduction"),
+    ),
+    "stage-3": (
+        *_of(_STAGE_3, "create_reduce_and_remove_grad_hooks _grad_acc_hooks"),
+        *_of(_STAGE_3, "independent_gradient_partition_epilogue"),
+        *_of(_STAGE_3, "reduce_ready_partitions_and_remove_grads parameter_offload"),
+        *_of(_OFFLOAD, "forward_hooks backward_hooks"),
+        *_of(_INIT, "ds_numel all_gather partition"),
+    ),
+}
+"""To reduce some gradients at the end of backward, and to gather some parameters apart from the rest."""
+
 BUILDING = (
     _row(
         "leaf-gradients",
@@ -164,20 +180,13 @@ BUILDING = (
         "conditional-modules",
         "sharding.conditional_modules with {}",
         "leave sharding.conditional_modules empty, or install a tested DeepSpeed",
-        {
-            "stages-1-2": (
-                *_of(_STAGES_1_2, "create_gradient_handling_hooks _grad_acc_hooks bit16_groups partition_gradients"),
-                *_of(_STAGES_1_2, "independent_gradient_partition_epilogue reduce_gradients"),
-                *_of(_STAGES_1_2, "process_gradients get_gradient_for_reduction"),
-            ),
-            "stage-3": (
-                *_of(_STAGE_3, "create_reduce_and_remove_grad_hooks _grad_acc_hooks"),
-                *_of(_STAGE_3, "independent_gradient_partition_epilogue"),
-                *_of(_STAGE_3, "reduce_ready_partitions_and_remove_grads parameter_offload"),
-                *_of(_OFFLOAD, "forward_hooks backward_hooks"),
-                *_of(_INIT, "ds_numel all_gather partition"),
-            ),
-        },
+        _REDUCED_LAST,
+    ),
+    *_by_kind(
+        "replicated",
+        "sharding.replicate with {}",
+        "leave sharding.replicate empty, or install a tested DeepSpeed",
+        {**_REDUCED_LAST, "stage-3": (*_REDUCED_LAST["stage-3"], *_of(_INIT, "is_external_param"))},
     ),
 )
 """Needed to create or close an engine."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from unishard.config import Sharding
+from unishard.contract.kit.replicated import find_replicated
 from unishard.contract.model_shape import ModelShape, ParameterShape, TensorShape
 from unishard.distributed.dtypes import declared_by, name_of
 from unishard.engine.model.matrices import find_matrices
@@ -19,6 +20,7 @@ def shape_of(model: nn.Module, sharding: Sharding) -> ModelShape:
         sharding: The section `sharding`, for the units.
 
     Raises:
+        ConfigError: A pattern in `replicate` matches no parameter, or all of them.
         ModelError: A class that the section names is not in the model.
     """
     units = find_units(
@@ -27,10 +29,12 @@ def shape_of(model: nn.Module, sharding: Sharding) -> ModelShape:
             units=sharding.units,
             min_unit_params=sharding.min_unit_params,
             conditional_modules=sharding.conditional_modules,
+            replicate=sharding.replicate,
         ),
     )
     matrices = find_matrices(model, units)
     declared = {compute: declared_by(model, compute) for compute in ("bf16", "fp16")}
+    replicated = set(find_replicated(model, sharding))
     unit_of = {id(parameter): index for index, unit in enumerate(units) for parameter in unit.module.parameters()}
     return ModelShape(
         parameters=tuple(
@@ -42,6 +46,7 @@ def shape_of(model: nn.Module, sharding: Sharding) -> ModelShape:
                 unit_of.get(id(each), -1),
                 tuple(dtype for dtype, names in declared.items() if name in names),
                 id(each) in matrices,
+                name in replicated,
             )
             for name, each in model.named_parameters()
         ),

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from torch import nn
 
 from unishard.config import Sharding
+from unishard.contract.kit.replicated import matching
 from unishard.contract.units import ModelUnits, Unit, numel_of
 from unishard.engine.model.outside_reads import embeddings_read_outside
 from unishard.errors import ModelError
@@ -44,7 +45,8 @@ def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
 
     Args:
         model: Any module, not yet sharded.
-        cfg: The section `sharding`; modules smaller than `min_unit_params` belong to the unit around them.
+        cfg: The section `sharding`; modules smaller than `min_unit_params` belong to the unit around them, and those of
+            which `replicate` leaves nothing to gather are none.
 
     Raises:
         ModelError: A named class matches no module, or `min_unit_params` is larger than every unit; lists the
@@ -67,6 +69,8 @@ def find_units(model: nn.Module, cfg: Sharding) -> list[Unit]:
     own = [unit for unit in _in_order(model, units) if not _ties_outside(unit, shared)]
     if cfg.units != "auto":
         _require_used(cfg.units, units, own)
+    whole = matching(model, cfg.replicate)
+    own = [unit for unit in own if not all(id(parameter) in whole for parameter in unit.module.parameters())]
     large = [unit for unit in own if unit.numel >= cfg.min_unit_params]
     if own and not large:
         sizes = ", ".join(f"{unit.name} ({type(unit.module).__name__}, {unit.numel:,})" for unit in own[:8])

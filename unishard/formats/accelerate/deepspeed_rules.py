@@ -119,6 +119,14 @@ _SHARDING: Mapping[str, Rule] = {
             else {}
         ),
     ),
+    "sharding.replicate": row(
+        Fit.APPROXIMATE,
+        NO_KEY,
+        "no key: these are sharded too, with the same maths unless their weights are read outside their modules or "
+        "ranks skip them",
+        when_default("sharding.replicate"),
+        unless("not full_shard", lambda cfg: cfg.sharding.strategy != "full_shard", "every rank holds them whole"),
+    ),
 }
 
 

@@ -138,7 +138,11 @@ _SHARDING: Mapping[str, Rule] = {
     **asked(
         Fit.APPROXIMATE,
         NO_KEY,
-        {"sharding.conditional_modules": "no key; every rank must use all parameters of these modules in each step"},
+        {
+            "sharding.conditional_modules": "no key; every rank must use all parameters of these modules in each step",
+            "sharding.replicate": "no key: these are sharded too; fsdp_ignored_modules would train other weights on "
+            "each rank",
+        },
     ),
 }
 

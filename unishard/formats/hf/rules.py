@@ -128,6 +128,7 @@ FSDP: Mapping[str, Rule] = {
 
 ENGINES = (
     *("sharding.reshard_after_forward", "sharding.units", "sharding.min_unit_params", "sharding.conditional_modules"),
+    "sharding.replicate",
     *("offload.params", "offload.optimizer", "offload.nvme_path"),
 )
 """Fields that every engine says in its own words."""

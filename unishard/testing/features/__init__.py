@@ -21,6 +21,7 @@ from unishard.testing.features import (
     precision,
     quantization,
     recomputation,
+    replicated,
     sequence,
     sharding,
 )
@@ -43,6 +44,7 @@ AREAS: Mapping[str, tuple[Feature, ...]] = {
     "models": models.FEATURES,
     "recomputation": recomputation.RECOMPUTATION,
     "units": conditional.FEATURES,
+    "replicated": replicated.FEATURES,
     "sequence": sequence.FEATURES,
     "combinations": combinations.FEATURES,
 }

@@ -124,17 +124,19 @@ def _sample(index: int) -> dict[str, Tensor]:
     return {"x": x, "labels": x[:_CLASSES].argmax(), "picture": torch.tensor(int(index // 2 % 5 == 0))}
 
 
+CONDITIONAL_MODELS = {"mixture": TestModel(_mixture, _sample), "pictures": TestModel(_pictures, _sample)}
+
 FEATURES = (
     Feature(
         "routed_experts",
         "ranks route their samples to different experts, which are conditional modules",
         {"sharding": {"conditional_modules": ["Expert"]}},
-        models={"mixture": TestModel(_mixture, _sample)},
+        models={"mixture": CONDITIONAL_MODELS["mixture"]},
     ),
     Feature(
         "skipped_tower",
         "some ranks, and in some steps all ranks, skip a tower, which is a conditional module",
         {"sharding": {"conditional_modules": ["Tower"]}},
-        models={"pictures": TestModel(_pictures, _sample)},
+        models={"pictures": CONDITIONAL_MODELS["pictures"]},
     ),
 )

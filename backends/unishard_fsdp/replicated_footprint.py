@@ -1,0 +1,79 @@
+"""Bytes of parameters that every rank holds whole beside shards (`sharding.replicate`). Pure: imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from unishard.config import Config
+from unishard.config.nested import Native
+from unishard.config.topology import Topology
+from unishard.contract.footprint import Bytes, Collective, Footprint, Piece, optimizer_state
+from unishard.contract.kit.parameter_groups import matrices_of
+from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
+from unishard_fsdp.fields import DTYPES
+from unishard_fsdp.parameter_size import own_size
+
+
+def beside(sharded: Footprint, shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> Footprint:
+    """The footprint of what is sharded, with what is not.
+
+    Args:
+        sharded: Of the other parameters.
+        shape: The model.
+        cfg: What to run.
+        topology: The ranks.
+        native: The native config of `translate`.
+    """
+    if not shape.replicated:
+        return sharded
+    trained = [parameter for parameter in shape.replicated if parameter.trainable]
+    numel, matrices = sum(parameter.numel for parameter in trained), matrices_of(cfg.optimizer, shape.trainable)
+    state = optimizer_state(
+        cfg,
+        ((parameter.numel, parameter.name in matrices) for parameter in trained),
+        [Piece(0, parameter.numel, parameter.numel) for parameter in trained],
+    )
+    master, on_host = ITEMSIZE[cfg.precision.master], native["host_optimizer"] is not None
+    added = numel * ITEMSIZE[cfg.precision.accumulate]
+    averaged = (numel + len(trained)) * itemsize(native["mp_policy"]["reduce_dtype"])
+    earlier = added if cfg.training.gradient_accumulation_steps > 1 else 0
+    traffic = Collective("all_reduce", "gradients", "backward", averaged, topology.world_size)
+    return replace(
+        sharded,
+        parameters=sharded.parameters + Bytes(sum(_in_module(each, cfg) for each in shape.replicated)),
+        masters=sharded.masters
+        + Bytes(sum(_apart(each, cfg) for each in shape.replicated), numel * master if on_host else 0),
+        optimizer=sharded.optimizer + (Bytes(host=state) if on_host else Bytes(state)),
+        gradients=sharded.gradients + Bytes(numel * master),
+        gathered=sharded.gathered + averaged,
+        forward=_more(sharded.forward, earlier),
+        backward=_more(sharded.backward, added),
+        reduction=_more(sharded.reduction, added),
+        final=sharded.final + added + averaged,
+        step=sharded.step + numel * master,
+        traffic=(*sharded.traffic, *[traffic] * (topology.world_size > 1 and bool(trained))),
+    )
+
+
+def _more(sizes: Sequence[int], size: int) -> tuple[int, ...]:
+    return tuple(each + size for each in sizes)
+
+
+def _is_cast(parameter: ParameterShape, cfg: Config) -> bool:
+    """Whether it computes in another dtype than that of its weights."""
+    compute = cfg.precision.compute
+    if compute == "fp32" or not parameter.floating or parameter.kept(cfg.precision):
+        return False
+    return cfg.precision.master != compute if parameter.trainable else parameter.dtype != DTYPES[compute]
+
+
+def _in_module(parameter: ParameterShape, cfg: Config) -> int:
+    """Bytes of what the model computes with."""
+    size = ITEMSIZE[cfg.precision.compute] if _is_cast(parameter, cfg) else own_size(parameter, cfg)
+    return parameter.numel * size
+
+
+def _apart(parameter: ParameterShape, cfg: Config) -> int:
+    """Bytes of the weight that it was cast from."""
+    return parameter.numel * own_size(parameter, cfg) if _is_cast(parameter, cfg) else 0
