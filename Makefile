@@ -119,7 +119,7 @@ gpu-wheels: $(READY) ## Gather in .wheels what that machine may lack, here where
 	$(BIN)/python -m benchmarks.gpu.wheels .wheels
 
 # No other target needs its C++ compiler; where there is none it says so and ends well.
-device-sim: $(READY) ## Train on a simulated CUDA device that is as late as it may be and finds each missing wait (15 minutes); ARGS="-k name".
+device-sim: $(READY) ## Train on a simulated CUDA device that is as late as it may be and finds each missing wait (some 20 minutes); ARGS="-k name".
 	$(BIN)/python tests/device_sim/on_device.py $(ARGS)
 
 clean: ## Remove .venv and everything else the targets made.

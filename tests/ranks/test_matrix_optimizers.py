@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from itertools import pairwise
 
 import pytest
 import torch
-from harness import assert_conforms, heard, in_ranks, play, values
+from harness import assert_conforms, heard, in_ranks, my_rank, play, refused, values
 from harness.training import BACKENDS, config, curve, everyones, own_share, train
 
 import unishard
@@ -130,3 +131,50 @@ def test_a_schedule_scales_both_rates_and_the_log_says_which_parameters_are_matr
         (line,) = [each for each in lines if "matrices" in each]
         assert "Muon updates 6 matrices (blocks.0.up.weight, " in line
         assert "AdamW 19 other parameters (inp.weight, " in line
+
+
+def windowed(backend, strategy, **training):
+    return config(backend, strategy, optimizer=MUON, training={"gradient_clipping": 0.5} | training)
+
+
+def with_a_bad_window(engine):
+    """Losses of the first and third micro-batch; what came of the second, of which rank 1 has infinite gradients."""
+    first, second, third = own_share(3)
+    losses = [loss for loss, _ in train(engine, [first])]
+    engine.backward(engine(**second).loss * (math.inf if my_rank() else 1.0))
+    outcome = refused(engine.step)
+    return [*losses, engine.mean(engine(**third).loss)], outcome
+
+
+@in_ranks(
+    cells=(
+        *tuple((backend, "full_shard") for backend in BACKENDS),
+        ("fsdp", "no_shard"),
+        ("deepspeed", "shard_grad_op"),
+    )
+)
+def test_a_gradient_that_is_not_finite(backend, strategy):
+    """Skipped, raised or let through, as of any optimizer."""
+    found = {}
+    for word in ("skip", "raise", "ignore"):
+        with unishard.prepare(mlp(), windowed(backend, strategy, nonfinite=word)) as engine:
+            found[word] = with_a_bad_window(engine)
+    with unishard.prepare(mlp(), windowed(backend, strategy)) as engine:
+        first, _, third = own_share(3)
+        expected = [loss for loss, _ in train(engine, [first])] + [engine.mean(engine(**third).loss)]
+    assert found["skip"] == (expected, "nothing")
+    assert found["raise"][0] == expected
+    assert found["raise"][1].startswith("NonFiniteError: a gradient is infinite or NaN")
+    assert found["ignore"][1] == "nothing"
+    assert math.isnan(found["ignore"][0][1])
+
+
+@in_ranks(world=4)
+def test_a_second_copy_of_the_parameters_in_smaller_groups():
+    """`reshard_after_forward: 2` on four ranks, which DeepSpeed does by its hpZ."""
+    for backend in BACKENDS:
+        cfg = windowed(backend, {"strategy": "full_shard", "reshard_after_forward": 2}, gradient_accumulation_steps=2)
+        with unishard.prepare(mlp(), cfg) as engine:
+            found = curve(train(engine, own_share(6)))
+        windows = [everyones(2 * turn, 2 * turn + 2, world=4) for turn in range(3)]
+        assert_conforms(found, oracle.train(mlp(), windows, cfg, world=4), TOLERANCES["fp32"])

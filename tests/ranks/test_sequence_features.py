@@ -6,10 +6,11 @@ import pytest
 from harness import BACKENDS, in_ranks, refused
 from harness.training import DEEP, OTHER
 from sequence_models import build, data_for
-from test_sequence import compared, configured, expected, trained
+from test_sequence import assert_equal, compared, configured, expected, trained
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import unishard
+from unishard.testing import oracle
 
 
 def resumed(backend: str, then: int, now: int, world: int, root: str) -> None:
@@ -85,3 +86,29 @@ def test_a_loader_that_knows_its_own_position_is_not_given_that_of_another_share
             messages[size] = refused(lambda engine=engine, loader=loader: next(iter(engine.batches(loader))))
     assert messages[2] == "nothing"
     assert "cannot be resumed" in messages[1]
+
+
+PARTS, UPDATES = 2, 3
+
+
+@in_ranks(
+    cells=(("fsdp", "ulysses"), ("deepspeed", "allgather"), *(("fsdp", "allgather"), ("deepspeed", "ulysses")) * DEEP)
+)
+def test_parts_of_a_micro_batch_whose_samples_are_shared(backend, method):
+    """`training.backward_calls`: both halves of the samples have a forward and a backward of their own."""
+    training = {"micro_batch_size": 2 * PARTS, "backward_calls": PARTS, "gradient_clipping": 0.5}
+    cfg = configured(backend, "full_shard", method, training=training)
+    losses, norms = [], []
+    with unishard.prepare(build("llama"), cfg) as engine:
+        for batch in engine.batches(unishard.dataloader(data_for("llama"), cfg, shuffle=False)):
+            total = 0.0
+            for part in range(PARTS):
+                loss = engine(**{key: value[2 * part : 2 * part + 2] for key, value in batch.items()}).loss / PARTS
+                engine.backward(loss)
+                total += engine.mean(loss)
+            losses.append(total)
+            norms.append(engine.step().grad_norm)
+            if len(losses) == UPDATES:
+                break
+    reference, _ = expected(cfg, "llama", readers=1)
+    assert_equal(oracle.Curve(tuple(losses), tuple(norms), reference.lrs), reference)

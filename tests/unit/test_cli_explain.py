@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from running import TINY, Terminal, plain, run
 
 import unishard
@@ -80,8 +81,43 @@ def test_native_of_a_model_is_all_that_prepare_hands_to_the_engine(backend: str,
         assert plan.engine.native["gradient_clipping"] == (1.0 if names else 0.0)
 
 
-def test_a_model_without_native_is_refused() -> None:
-    assert "--model completes what --native prints; add --native" in run("explain", TINY, "--model", "m:f").output
+def partly_frozen() -> torch.nn.Module:
+    """A model whose second block does not train."""
+    model = mlp()
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+MUON = """
+optimizer:
+  name: muon
+  lr: 0.02
+  adamw_lr: 3e-4
+  weight_decay: 0.1
+  no_decay: [norm]
+  groups: [{params: [head], lr: 1e-5}]
+"""
+
+
+def test_of_a_model_it_says_how_each_parameter_is_updated(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    config.write_text(MUON)
+    result = run("explain", "c.yaml", "--changed", "--model", "test_cli_explain:partly_frozen")
+    header, *rows = (re.split(r"  +", line) for line in result.stdout.partition("\n\n")[2].splitlines())
+    assert header == ["parameters", "shape", "number", "updated by", "lr", "weight decay"]
+    shown = {name: rest for name, *rest in rows}
+    assert shown["blocks.0,2.up.weight"] == ["37 x 23", "2", "muon", "0.02", "0.1"]
+    assert shown["blocks.1.up.weight"] == ["37 x 23", "1", "frozen"]
+    assert shown["blocks.0,2.norm.weight"] == ["23", "2", "adamw", "0.0003", "0.0"]
+    assert shown["head.weight"] == ["11 x 23", "1", "adamw", "1e-05", "0.1"]
+    assert sum(int(row[2]) for row in rows) == len([*mlp().parameters()])
+
+
+def test_of_a_model_patterns_that_do_not_fit_are_refused_at_their_line(config: Path) -> None:
+    config.write_text("optimizer:\n  name: muon\n  matrices: [attention]\n")
+    result = run("explain", "c.yaml", "--model", "unishard.testing.models:mlp")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("c.yaml:3: optimizer.matrices: 'attention' matches no parameter")
 
 
 def test_native_takes_the_backend_of_the_config() -> None:

@@ -12,6 +12,7 @@ import pytest
 from running import run
 
 from unishard.tools.plan.activations import Activations, Segment
+from unishard.tools.plan.model import PlannedModel
 
 FACTORY = """
 import torch
@@ -58,6 +59,13 @@ def logits():
 
 def with_loss():
     return (*logits(), lambda out: out.square().mean())
+
+
+def adapted():
+    from peft import LoraConfig, get_peft_model
+    from unishard.testing.models import llama
+
+    return get_peft_model(llama().bfloat16(), LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
 
 
 def wrong():
@@ -218,3 +226,15 @@ def test_traffic_of_attention_between_ranks_that_share_samples(project: Path) ->
         assert after["wire"]["within"] > before["wire"]["within"]
     unknown = json.loads(run(*ask, "--model", "factories:build", *size).stdout)
     assert "what attention sends in parallel.sequence is not counted" in unknown["notes"][0]
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft 0.21.2 asks for it
+def test_a_factory_that_casts_its_model_and_adds_adapters_is_planned(project: Path) -> None:
+    """`Module.to` of torch refuses parameters without data, and peft moves each adapter by it."""
+    pytest.importorskip("peft")
+    from unishard.config import Config
+
+    shape = PlannedModel("factories:adapted", Config()).shape
+    assert {each.dtype for each in shape.frozen} == {"bfloat16"}
+    assert [(each.shape, each.dtype) for each in shape.trainable[:2]] == [((3, 24), "float32"), ((24, 3), "float32")]
+    assert run("plan", "cfg.yaml", "--model", "factories:adapted", "--seq-len", "8").exit_code == 0

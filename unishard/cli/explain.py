@@ -47,7 +47,10 @@ def explain(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", metavar="MODEL", help="With --native: a local folder with config.json, or module:factory."
+            "--model",
+            metavar="MODEL",
+            help="A local folder with config.json, or module:factory: shows also what the optimizer does with its "
+            "parameters; with --native what the model adds.",
         ),
     ] = None,
     changed: Annotated[
@@ -60,14 +63,12 @@ def explain(
     """Show every value and its translation.
 
     For each field of the config: its value, its origin, and what it becomes on each installed backend. A field that is
-    off says so.
+    off says so. With --model, also which parameters the optimizer updates, how, and which are frozen.
 
     Example: unishard explain cfg.yaml deepspeed --changed
     """
     from unishard.config.loading import read
 
-    if model and not native:
-        raise typer.BadParameter("--model completes what --native prints; add --native")
     if native and changed:
         raise typer.BadParameter("--native prints the whole native config; leave out --changed")
 
@@ -80,6 +81,8 @@ def explain(
             _print_native(cfg, backend, model, ranks.topology)
         else:
             _show(cfg, origins, backend, ranks.topology, changed=changed)
+            if model is not None:
+                _show_updates(cfg, model)
     except ConfigError as error:
         raise origins.locate(error) from None
     note_ranks(ranks)
@@ -113,6 +116,25 @@ def _show(cfg: Config, origins: Origins, backend: str | None, topology: Topology
         )
     else:
         _show_tables(rows, names)
+
+
+def _show_updates(cfg: Config, model: str) -> None:
+    from unishard.tools.plan.model import PlannedModel
+    from unishard.tools.plan.updates import updates_of
+
+    sys.stdout.write("\n")
+    cells = [
+        (
+            each.names,
+            " x ".join(map(str, each.shape)) or "scalar",
+            str(each.number),
+            each.by,
+            "" if each.lr is None else bare(each.lr),
+            "" if each.weight_decay is None else bare(each.weight_decay),
+        )
+        for each in updates_of(cfg, PlannedModel(model, cfg).shape)
+    ]
+    show(("parameters", "shape", "number", "updated by", "lr", "weight decay"), cells, sys.stdout)
 
 
 def _show_tables(rows: Sequence[ExplainedField], names: Sequence[str]) -> None:

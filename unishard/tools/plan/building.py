@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.model_shape import ModelShape
 from unishard.contract.plan import EngineSpec
-from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.contract.translate import translate
 from unishard.engine.model.quantization.loading import quantize
 from unishard.engine.model.quantization.requirements import require_installed
@@ -27,8 +25,7 @@ from unishard.tools.plan.activations import Activations
 from unishard.tools.plan.exchange import AttentionSizes
 from unishard.tools.plan.refusals import refusal
 from unishard.tools.plan.tracing import trace
-
-_FAKE = CORE_PRIVATE_API["models-without-data"]
+from unishard.tools.plan.without_data import without_data
 
 Batch = Callable[[int, int], Mapping[str, Any]]
 """Makes the keyword arguments of a model's forward from a micro-batch size and a sequence length."""
@@ -91,8 +88,7 @@ class BuiltModel:
             ConfigError: It cannot be built.
             ModelError: A class in the section `sharding` is not in it.
         """
-        _FAKE.require()
-        with FakeTensorMode():
+        with without_data():
             model = self._quantized(cfg).model
         return shape_of(model, cfg.sharding)
 
@@ -102,8 +98,7 @@ class BuiltModel:
         Raises:
             ConfigError: It cannot be built.
         """
-        _FAKE.require()
-        with FakeTensorMode():
+        with without_data():
             config: Any = getattr(self.build().model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         layers, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
@@ -119,8 +114,7 @@ class BuiltModel:
             ConfigError: The model cannot be built, or the config does not fit the ranks.
             ModelError: A class in the section `sharding` is not in it.
         """
-        _FAKE.require()
-        with FakeTensorMode():
+        with without_data():
             model = self._quantized(cfg).model
         translation = translate(cfg, backend=backend, topology=topology).check(strict=cfg.strict)
         shape, units = shape_of(model, cfg.sharding), units_of(model, cfg.sharding)
@@ -133,9 +127,7 @@ class BuiltModel:
             ConfigError: The model cannot be built.
             ModelError: Its inputs are not known, or it reads data.
         """
-        _FAKE.require()
-        fake = FakeTensorMode()
-        with fake:
+        with without_data() as fake:
             model, batch, loss = self._quantized(cfg)
         if batch is None:
             raise ModelError(
