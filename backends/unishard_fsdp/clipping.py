@@ -64,8 +64,8 @@ def scale(gradients: list[Tensor], norm: Tensor, max_norm: float | None, divisor
     """Divide gradients and clip them to `max_norm` in place, as `torch.nn.utils.clip_grad_norm_` does (torch 2.13).
 
     Args:
-        gradients: The gradients before division.
-        norm: Their norm after division.
+        gradients: The gradients before division, on one device.
+        norm: The norm of all after division.
         max_norm: None for no clipping.
         divisor: The divisor, mostly 1.
     """
@@ -75,6 +75,4 @@ def scale(gradients: list[Tensor], norm: Tensor, max_norm: float | None, divisor
         clip_grads_with_norm_(cast(Any, [_Graded(gradient) for gradient in gradients]), max_norm, norm)
         return
     factor = torch.ones_like(norm) if max_norm is None else _factor(norm, max_norm)
-    for device in dict.fromkeys(gradient.device for gradient in gradients):  # several where only shards are offloaded
-        there = [gradient for gradient in gradients if gradient.device == device]
-        multiply(there, (factor / divisor).to(device))
+    multiply(gradients, (factor / divisor).to(gradients[0].device))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, not_
 from typing import Protocol, final
 
 import torch
@@ -83,9 +84,9 @@ class TorchGradients:
             max_norm: Clip the divided gradients to this norm; None for no clipping.
             divisor: Divide the gradients by this.
         """
-        stepped, gradients = self._gradients()
+        stepped, shards, whole = self._gradients()
         norm, self._norm = self._norm, None
-        norm = (self._total(stepped, gradients) if norm is None else norm) / divisor
+        norm = (self._total(shards, whole) if norm is None else norm) / divisor
         value, updated = HostRead(norm), True if self._steps_always else None
         on_device = (
             updated is None and self._skip is not None and self._skip.possible(stepped, norm, hooks=self._own_hooks)
@@ -97,35 +98,33 @@ class TorchGradients:
         if updated is not False:
             if scales:
                 self._before_change()
-                scale(gradients, norm, max_norm, divisor)
+                for part in filter(None, (shards, whole)):  # where shards are offloaded, on two devices
+                    scale(part, norm, max_norm, divisor)
             with self._skip.unless_finite(norm) if self._skip is not None and on_device else nullcontext():
                 self._stepper.step()
         for parameter in stepped:
             parameter.grad = None
         return value, updated
 
-    def _gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
-        """The parameters that have a gradient, and this rank's part of each."""
+    def _gradients(self) -> tuple[list[nn.Parameter], list[Tensor], list[Tensor]]:
+        """The parameters that have a gradient, this rank's part of each, and those that are full beside parts."""
         stepped = [parameter for parameter in self.parameters if parameter.grad is not None]
         # Not `local`: a call for each parameter would count.
-        return stepped, [each.to_local() if isinstance(each, DTensor) else each for each in map(_grad, stepped)]
-
-    def _total(self, stepped: Sequence[nn.Parameter], gradients: list[Tensor]) -> Tensor:
+        parts = [each.to_local() if isinstance(each, DTensor) else each for each in map(_grad, stepped)]
         if not self._whole:
-            return total_norm(gradients, self._device, copies=self._copies)
-        pairs = [*zip(stepped, gradients, strict=True)]
-        return total_norm(
-            [gradient for parameter, gradient in pairs if parameter not in self._whole],
-            self._device,
-            copies=self._copies,
-            replicated=[gradient for parameter, gradient in pairs if parameter in self._whole],
-        )
+            return stepped, parts, []
+        are = [parameter in self._whole for parameter in stepped]
+        return stepped, [*compress(parts, map(not_, are))], [*compress(parts, are)]
+
+    def _total(self, shards: list[Tensor], whole: list[Tensor]) -> Tensor:
+        return total_norm(shards, self._device, copies=self._copies, replicated=whole)
 
     @torch.no_grad()
     def norm(self) -> Tensor:
         """The norm of the gradients, not divided, which `update` uses again. Collective."""
         if self._norm is None:
-            self._norm = self._total(*self._gradients())
+            _, shards, whole = self._gradients()
+            self._norm = self._total(shards, whole)
         return self._norm
 
     def shard(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
