@@ -76,10 +76,10 @@ crash: $(READY) ## Kill ranks at every moment of a save and look at what is left
 kill: $(READY) ## Kill ranks and launchers at random and start them again (15 s a kill); N=... for that many kills.
 	PYTHONPATH=tests/ranks $(BIN)/python tests/ranks/killing.py $(if $(N),$(N)) $(ARGS)
 
-integrity: $(READY) ## Kill saves and runs and damage files, and write docs/integrity.md (5 minutes); SAVES=100 RUNS=12 for how many are killed.
-	$(BIN)/python tests/ranks/rotting.py --record
+integrity: $(READY) ## Kill saves and runs and damage files, and write docs/integrity.md (5 minutes); SAVES=100 RUNS=48 for how many are killed.
+	$(BIN)/python tests/ranks/damaging.py --record
 	$(BIN)/python tests/ranks/crashing.py --record --points $(or $(SAVES),100)
-	PYTHONPATH=tests/ranks $(BIN)/python tests/ranks/killing.py $(or $(RUNS),12) --record
+	PYTHONPATH=tests/ranks $(BIN)/python tests/ranks/killing.py $(or $(RUNS),48) --record
 
 faults: $(READY) ## Play every fault of docs/reliability.md on both engines and note how long each takes (minutes); ONLY="kill -9" for some.
 	PYTHONPATH=tests/ranks $(BIN)/python -m faults.page $(if $(ONLY),--only '$(ONLY)')

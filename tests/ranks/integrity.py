@@ -103,8 +103,8 @@ def killed(kills: Sequence[Json]) -> Json:
     return {"phases": phases, "kills": len(kills)}
 
 
-def rotten(outcomes: Mapping[str, Sequence[Any]]) -> Json:
-    """Of `rotting.py`: outcomes by engine."""
+def damaged_files(outcomes: Mapping[str, Sequence[Any]]) -> Json:
+    """Of `damaging.py`: outcomes by engine."""
     found = {}
     for backend, of in outcomes.items():
         for harm in ("truncate", "flip"):

@@ -1,4 +1,4 @@
-"""Ranks that are killed while they save, disks that run full and files that rot lose no more than the save that was cut
+"""Ranks that are killed while they save, disks that run full and damaged files lose no more than the save that was cut
 off."""
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from crashing import GRACE, MEMORY, Harness, spanning
+from damaging import damage_files
 from harness import in_ranks, refused
 from harness.faults import Event, Interception, flip, killing
 from harness.training import ADAMW, config, curve, everyones, losses_of, my_rank, own_share, prepare, train
-from rotting import rot
 from small_saves import FOUND_BEFORE, NEW, RETENTION, SCENARIOS, WORLD, found_wrong, snapshot, start
 
 from unishard.checkpoint import finding
@@ -173,12 +173,12 @@ def test_another_engine_on_another_number_of_ranks_goes_on_where_a_killed_run_ha
     assert losses == pytest.approx(undisturbed[begun.step :], rel=1e-6)
 
 
-# -- files that rot --------------------------------------------------------------------------------
+# -- damaged files ----------------------------------------------------------------------------------
 
 
 def test_every_file_that_is_truncated_or_has_a_flipped_bit_is_named_and_refused(tmp_path):
     """By `unishard checkpoint verify`, and by `load`, which loads it when it is whole again."""
-    for outcomes in run_ranks(WORLD, rot, str(tmp_path), "fsdp"):
+    for outcomes in run_ranks(WORLD, damage_files, str(tmp_path), "fsdp"):
         assert {each.file for each in outcomes} >= {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"}
         assert {each.harm for each in outcomes} == {"flip", "truncate"}
         assert [each for each in outcomes if not each.found] == []

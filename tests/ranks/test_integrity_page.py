@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from integrity import BEGIN, END, PAGE, RECORD, causes, cut_off, killed, rotten, section
+from damaging import Outcome
+from integrity import BEGIN, END, PAGE, RECORD, causes, cut_off, damaged_files, killed, section
 from page_rows import rows
-from rotting import Outcome
 
 KEPT = json.loads(RECORD.read_text())
 """What the last runs have recorded."""
@@ -55,7 +55,7 @@ def test_kills_of_runs_are_counted_by_their_phase():
 def test_damage_is_counted_once_whatever_the_number_of_ranks():
     found = Outcome("a", "flip", (0.5, 3), True, True, 0.25)
     missed = Outcome("b", "flip", (0.5, 3), True, False, 0.75)
-    text = section({"files": TODAY | rotten({"fsdp": [found, missed, found, missed]})}, [])
+    text = section({"files": TODAY | damaged_files({"fsdp": [found, missed, found, missed]})}, [])
     assert "| fsdp | one bit flipped | 2 | 2 | 1 | 0.500, at most 0.750 |" in text
 
 

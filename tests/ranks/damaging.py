@@ -43,7 +43,7 @@ class Outcome(NamedTuple):
         return self.verified and self.refused
 
 
-def rot(root: str, backend: str) -> list[Outcome]:
+def damage_files(root: str, backend: str) -> list[Outcome]:
     """Damage each file in each way, and look; then check that nothing of the engine has changed, and load. Collective."""
     outcomes = []
     with prepare(config(backend, "full_shard", optimizer=ADAMW)) as engine:
@@ -79,16 +79,18 @@ def main() -> int:
     asked = parser.parse_args()
     found = {}
     for backend in BACKENDS:
-        with tempfile.TemporaryDirectory(prefix="rotting-") as root:
-            found[backend] = [each for rank in run_ranks(WORLD, rot, root, backend, timeout=1800) for each in rank]
+        with tempfile.TemporaryDirectory(prefix="damaging-") as root:
+            found[backend] = [
+                each for rank in run_ranks(WORLD, damage_files, root, backend, timeout=1800) for each in rank
+            ]
         missed = [each for each in found[backend] if not each.found]
         typer.echo(f"{backend}: {len(found[backend])} times on a rank, {len(missed)} not found")
         for each in missed:
             typer.echo(f"MISSED: {each}")
     if asked.record:
-        from integrity import record, rotten
+        from integrity import damaged_files, record
 
-        record("files", rotten(found))
+        record("files", damaged_files(found))
     return int(any(not each.found for outcomes in found.values() for each in outcomes))
 
 
