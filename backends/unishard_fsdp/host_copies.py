@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from unishard.contract.kit.element_wise import steps_each_alone
+from unishard.contract.kit.replicated import is_replicated
 from unishard_fsdp.early_gradients import EarlyGradients
 from unishard_fsdp.shards import local
 from unishard_fsdp.step_hooks import StepHooks
@@ -67,7 +67,7 @@ class HostCopies(SteppedShards):
             self._units[self._unit_of[tensor]].append(parameter)
         self._arrivals: list[Any] = []
         """By unit, the event after which its copies are in host memory."""
-        trained = [each for each in self.tensors if isinstance(each, DTensor) and each.requires_grad]
+        trained = [each for each in self.tensors if each.requires_grad and not is_replicated(each)]
         self.gradients = EarlyGradients(trained if pin_memory else (), self._empty)
 
     def _update(self) -> None:

@@ -40,7 +40,9 @@ def held() -> Held:
     """Three parameters, each a unit."""
     parameters = [torch.nn.Parameter(torch.full((4,), 1.0 + number, device=DEVICE)) for number in range(COUNT)]
     optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True)
-    return Held(parameters, optimizer, HostCopies(optimizer, DEVICE, [[each] for each in parameters], pin_memory=True))
+    return Held(
+        parameters, optimizer, HostCopies(optimizer, {}, DEVICE, [[each] for each in parameters], pin_memory=True)
+    )
 
 
 def without_a_wait(late: torch.Tensor) -> torch.Tensor:

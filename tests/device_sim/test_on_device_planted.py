@@ -50,7 +50,7 @@ def host_read() -> None:
 def host_optimizer() -> None:
     parameters = [torch.nn.Parameter(torch.ones(8, device=DEVICE)) for _ in range(2)]
     units = [[parameter] for parameter in parameters]
-    copies = HostCopies(torch.optim.SGD(parameters, lr=0.5), DEVICE, units, pin_memory=True)
+    copies = HostCopies(torch.optim.SGD(parameters, lr=0.5), {}, DEVICE, units, pin_memory=True)
     for _ in range(2):
         sum(parameter.square().sum() for parameter in parameters).backward()
         copies.step()

@@ -48,7 +48,7 @@ def test_copies_to_and_from_the_host_do_not_race():
     wanted, parameter = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.cuda())
     plain = torch.optim.AdamW([wanted], lr=0.01)
     optimizer = torch.optim.AdamW([parameter], lr=0.01)
-    on_host = HostCopies(optimizer, parameter.device, [[parameter]], pin_memory=True)
+    on_host = HostCopies(optimizer, {}, parameter.device, [[parameter]], pin_memory=True)
     for turn in range(50):
         wanted.grad = gradients[turn % 4]
         plain.step()
