@@ -27,7 +27,8 @@ from unishard.testing import run_ranks
 BUDGET = 1
 """Synchronizations of an optimizer step beyond those of the loop written by hand: one, to learn whether the gradients
 of the step before were finite, which the device has long computed; with SGD, those of this step."""
-_STEPS, _WARM_UP = 5, 3
+_STEPS, _WARM_UP = 5, 10
+"""Steps that are counted, and those before, in which the guards of the loop look closely."""
 _ONE_RANK = "zero/partition_parameters.py"
 """Where DeepSpeed waits for its stream instead of a gather (0.19.8, NoGatherHandle): as often as our units are
 gathered."""
