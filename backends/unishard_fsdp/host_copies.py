@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unishard.contract.kit.element_wise import steps_each_alone
+from unishard.contract.kit.element_wise import steps_in_parts
 from unishard.contract.kit.replicated import is_replicated
 from unishard_fsdp.early_gradients import EarlyGradients
 from unishard_fsdp.shards import local
@@ -57,7 +57,7 @@ class HostCopies(SteppedShards):
         self._pin_memory = pin_memory
         self._device = torch.get_device_module(device)
         self._down, self._up = self._device.Stream(), self._device.Stream()
-        self._alone = steps_each_alone(optimizer)
+        self._in_parts = steps_in_parts(optimizer)
         self._hooks = StepHooks(optimizer)
         super().__init__(optimizer, masters)
         numbers = {each: number for number, unit in enumerate(units) for each in unit}  # a shared one is in several
@@ -78,7 +78,7 @@ class HostCopies(SteppedShards):
         watched = self._hooks.of_others()
         if watched:  # and they may change gradients
             self.gradients.change()
-        if self._alone and not watched:
+        if self._in_parts and not watched:
             self._update_by_unit()
         else:
             self._optimizer.step()

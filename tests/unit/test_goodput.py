@@ -39,6 +39,14 @@ def test_the_simulation_agrees_with_the_closed_formula(blocks, lag, restart, lon
     assert shares.useful == pytest.approx(formula(interval, costs, mtbf), abs=4 / LIVES**0.5)
 
 
+@pytest.mark.parametrize("mtbf", page.MTBF)
+@pytest.mark.parametrize("costs", [Costs(120.0, 0.0, 430.0), Costs(12.0, 108.0, 430.0)])
+def test_many_lives_agree_closely(costs, mtbf):
+    interval = young_daly(costs, mtbf * HOUR)
+    shares = simulate(interval, costs, mtbf * HOUR, lives=40_000, seed=3)
+    assert shares.useful == pytest.approx(formula(interval, costs, mtbf * HOUR), abs=0.004)
+
+
 def test_without_failures_only_saves_cost():
     shares = simulate(90.0, Costs(10.0, 0.0, 0.0), 1e7, lives=20, seed=1)
     assert shares.useful == pytest.approx(0.9, abs=1e-3)

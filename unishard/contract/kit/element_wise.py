@@ -29,10 +29,10 @@ def is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
 
     By class: what a subclass does differently is not known. A `ShardOptimizer` knows what shards it steps.
     """
-    return isinstance(optimizer, ShardOptimizer) or steps_each_alone(optimizer)
+    return isinstance(optimizer, ShardOptimizer) or steps_in_parts(optimizer)
 
 
-def steps_each_alone(optimizer: torch.optim.Optimizer) -> bool:
+def steps_in_parts(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the update of a parameter is known to need no other parameter, so that several calls of `step`, each on
     some parameters, are one update of all.
     """

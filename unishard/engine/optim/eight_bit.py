@@ -16,6 +16,7 @@ from unishard.distributed.shards import Shard
 from unishard.eight_bit.adamw import AdamW8bit
 from unishard.eight_bit.moments import ShardPlace
 from unishard.engine.optim.empty_groups import let_copy_step
+from unishard.engine.optim.stepped_by_name import stepped_by_name
 
 _logger = logging.getLogger("unishard")
 
@@ -110,8 +111,7 @@ def share_blocks(adapter: EngineAdapter, names: Sequence[Sequence[str]]) -> None
             {name: _place(adapter.master_shard(named[name])) for name in members if not own or id(named[name]) in own}
             for members in names
         ]
-    find, name_of = adapter.stepped_memory(), {parameter: name for name, parameter in named.items()}
-    optimizer.share(places, lambda: {name_of[parameter]: shard for parameter, shard in find().items()})
+    optimizer.share(places, stepped_by_name(adapter))
 
 
 def _place(shard: Shard) -> ShardPlace:

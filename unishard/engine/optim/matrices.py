@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from unishard import config
 from unishard.contract.adapter import EngineAdapter
-from unishard.distributed.shards import Shard, SteppedShard
+from unishard.distributed.shards import Shard
 from unishard.engine.optim.empty_groups import let_copy_step
+from unishard.engine.optim.stepped_by_name import stepped_by_name
 from unishard.matrices.layout import layout_of
 from unishard.matrices.matrix_optimizer import MatrixOptimizer
 from unishard.matrices.muon import Muon
@@ -80,12 +81,7 @@ def share_matrices(adapter: EngineAdapter, names: Sequence[Sequence[str]]) -> No
             for members, group in groups
         ]
         layout = layout_of(sections, adapter.device)
-    find, name_of = adapter.stepped_memory(), {parameter: name for name, parameter in named.items()}
-
-    def stepped() -> Mapping[str, SteppedShard]:
-        return {name_of[parameter]: shard for parameter, shard in find().items()}
-
-    optimizer.share(layout, stepped, adapter.device)
+    optimizer.share(layout, stepped_by_name(adapter), adapter.device)
     if dist.get_rank() == 0:
         matrices = [name for section in sections for name in section]
         others = [name for members, group in groups if not group["matrices"] for name in members]

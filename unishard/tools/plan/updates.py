@@ -40,7 +40,7 @@ def updates_of(cfg: Config, shape: ModelShape) -> list[Updated]:
         found.setdefault((_NUMBER.sub("*", each.name), rows[each.name]), []).append(each.name)
     patterns = [pattern for pattern, _ in found]
     return [
-        row._replace(names=_together(names, pattern, alone=patterns.count(pattern) == 1), number=len(names))
+        row._replace(names=_together(names, pattern, only=patterns.count(pattern) == 1), number=len(names))
         for (pattern, row), names in found.items()
     ]
 
@@ -61,16 +61,22 @@ def _names(parameters: Iterable[ParameterShape]) -> list[str]:
     return [each.name for each in parameters]
 
 
-def _together(names: list[str], pattern: str, *, alone: bool) -> str:
-    """One text for names that differ in numbers: a pattern if that says which they are, else the names."""
+def _together(names: list[str], pattern: str, *, only: bool) -> str:
+    """One text for names that differ in numbers: a pattern if that says which they are, else the names.
+
+    Args:
+        names: Of one row.
+        pattern: What they have in common.
+        only: Whether no other row has that pattern.
+    """
     if len(names) == 1:
         return names[0]
     places = [sorted({int(number) for number in place}) for place in zip(*map(_NUMBER.findall, names), strict=True)]
     parts = pattern.split("*")
     whole = prod(map(len, places)) == len(names)
-    if not alone and not whole:
+    if not only and not whole:
         return ", ".join(names)
-    texts = [str(numbers[0]) if len(numbers) == 1 else "*" if alone else _ranges(numbers) for numbers in places]
+    texts = [str(numbers[0]) if len(numbers) == 1 else "*" if only else _ranges(numbers) for numbers in places]
     return "".join(part + text for part, text in zip(parts, [*texts, ""], strict=True))
 
 
