@@ -4,6 +4,7 @@ rest of `adamw_8bit`."""
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
@@ -113,6 +114,11 @@ def test_a_run_goes_on_on_another_engine_and_number_of_ranks_and_with_another_ad
         assert found.losses == pytest.approx(rest.losses, rel=bound)
         rounded = [note for note in notes if "rounded to 8 bits anew" in note]
         assert len(rounded) == (move[5] == EIGHT)
+        for note in rounded:
+            changed, elements = (
+                int(each.replace(",", "")) for each in re.match(r"([\d,]+) of ([\d,]+) ", note).groups()
+            )
+            assert 0 < changed <= elements
         assert any("the optimizer was AdamW" in note for note in notes) == (move[2] != move[5])
 
 
