@@ -115,7 +115,8 @@ class UnitForward:
         if self._passed is None:
             return None
         (passed, named), self._passed = self._passed, None
-        self._order.token, *tensors = args
+        token, *tensors = args
+        self._order.take(token)
         positional, following = [], iter(tensors)
         for argument in passed:
             positional.append(next(following) if isinstance(argument, Tensor) else argument)

@@ -184,6 +184,61 @@ def test_a_forward_trains_or_is_refused(kind, cell):
         assert found == pytest.approx(norm, rel=rel)
 
 
+# -- outputs that the script keeps -----------------------------------------------------------------
+
+
+def of_another_engine(critic, generator, batch):
+    with critic.weights.frozen():
+        kept = critic(generator(batch))
+        generator.backward(kept.mean())
+    generator.step()
+    return kept
+
+
+def of_an_input(critic, generator, batch):
+    batch = batch.clone().requires_grad_()
+    with critic.weights.frozen():
+        kept = critic(batch)
+        torch.autograd.grad(kept.sum(), batch)
+    return kept
+
+
+def of_nobody(critic, generator, batch):
+    kept = critic(batch)
+    critic.backward(critic(2 * batch).mean())
+    critic.step()
+    return kept
+
+
+KEEPING = (of_another_engine, of_an_input, of_nobody)
+
+
+def kept_outputs(strategy, keeps):
+    """Norms of the critic; the last output is kept, or not, until its next backward."""
+    norms, sharding = [], {"strategy": strategy, "units": ["Linear"]}
+    for way in KEEPING:
+        training = {"gradient_accumulation_steps": 2 if way is of_nobody else 1}
+        torch.manual_seed(0)
+        with (
+            unishard.prepare(nn.Sequential(*Forces().blocks), config("fsdp", sharding, training=training)) as critic,
+            unishard.prepare(nn.Sequential(nn.Linear(8, 8)), config("fsdp", sharding)) as generator,
+        ):
+            for number in range(2):
+                batch = torch.randn(2, 8, generator=torch.Generator().manual_seed(2 * number + my_rank()))
+                kept = way(critic, generator, batch)
+                if not keeps:
+                    del kept
+                critic.backward(critic(batch).square().mean())
+                norms.append(critic.step().grad_norm)
+    return norms
+
+
+@in_ranks(cells=(("shard_grad_op",), ("full_shard",)))
+def test_an_output_that_the_script_keeps_changes_nothing(strategy):
+    """Of a forward whose backward another engine, `torch.autograd.grad` or nobody runs, under FSDP2."""
+    assert kept_outputs(strategy, keeps=True) == kept_outputs(strategy, keeps=False)
+
+
 # -- gradients -------------------------------------------------------------------------------------
 
 
