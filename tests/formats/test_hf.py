@@ -193,3 +193,9 @@ def test_a_third_engine_is_refused() -> None:
     reading = read({"backend": "fsdp"}, "unishard")._replace(config=Config(backend="megatron"))
     with pytest.raises(ConfigError, match="transformers runs fsdp and deepspeed, not megatron"):
         render_arguments(reading, Topology(), "hf")
+
+
+@pytest.mark.parametrize("name", ["hf", "llamafactory", "trl"])
+def test_what_trainer_assumes_holds_beside_an_optimizer_that_is_left_to_the_script(name: str) -> None:
+    document = translate({"output_dir": "o", "learning_rate": 1e-4, "optim": "adafactor"}, name, from_="hf").document
+    assert document.get("weight_decay", 0.0) == 0.0

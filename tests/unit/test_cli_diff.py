@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import pytest
 import typer
 from running import TINY, Terminal, one_line, plain, run
 
+from unishard import formats
 from unishard.cli.diff import diff
 from unishard.config.loading import Origin, Origins
 from unishard.contract.entries import Entry, KeyEffect, Undecided
-from unishard.formats.comparing import compare
+from unishard.formats.comparing import compare, uncompared
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.source import Source
 
@@ -21,7 +23,8 @@ def reading(*entries: Entry) -> ReadDocument:
 
 
 def says(field: str, value: object, *, assumed: bool = False) -> Entry:
-    return Entry((f"their_{field.rpartition('.')[2]}",), value, KeyEffect(fields={field: value}), assumed)
+    written = "auto" if isinstance(value, Undecided) else value
+    return Entry((f"their_{field.rpartition('.')[2]}",), written, KeyEffect(fields={field: value}), assumed)
 
 
 def test_two_spellings_of_the_same_training(config: Path) -> None:
@@ -93,11 +96,9 @@ def test_what_a_tool_assumes_counts_as_said() -> None:
 
 
 def test_what_nobody_says_is_the_default() -> None:
-    from unishard.formats import read
-
     silent = reading(says("sharding.strategy", "full_shard"))
-    assert compare(silent, read({"sharding": "full_shard", "optimizer": {"lr": 1e-3}})) == ()
-    (difference,) = compare(silent, read({"optimizer": {"lr": 1e-4}}))
+    assert compare(silent, formats.read({"sharding": "full_shard", "optimizer": {"lr": 1e-3}})) == ()
+    (difference,) = compare(silent, formats.read({"optimizer": {"lr": 1e-4}}))
     assert (difference.field, difference.before.value, difference.before.origin, difference.after.value) == (
         "optimizer.lr",
         1e-3,
@@ -142,3 +143,70 @@ def test_a_recipe_whose_engine_its_launcher_chooses_is_named(tmp_path: Path) -> 
     assert "sft.yaml: does not say its engine, which its launcher chooses; compared as no_shard" in one_line(
         result.stderr
     )
+
+
+ZERO = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
+PURE = {"enabled": True, "bf16_master_weights_and_grads": True}
+RUN = {"output_dir": "o", "learning_rate": 1e-4, "num_train_epochs": 1}
+STEPS = {"output_dir": "o", "learning_rate": 1e-4, "max_steps": 100}
+
+
+@pytest.mark.parametrize(
+    ("tool", "one", "other", "keys"),
+    [
+        ("deepspeed", ZERO, {**ZERO, "tensor_parallel": {"autotp_size": 4}}, ["tensor_parallel"]),
+        (
+            "deepspeed",
+            {**ZERO, "bf16": {"enabled": True}},
+            {**ZERO, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+            ["torch_autocast.enabled"],
+        ),
+        (
+            "deepspeed",
+            {**ZERO, "bf16": {**PURE, "bf16_optimizer_states": True}},
+            {**ZERO, "bf16": {**PURE, "bf16_optimizer_states": False}},
+            ["bf16.bf16_master_weights_and_grads"],
+        ),
+        ("hf", RUN, {**RUN, "num_train_epochs": 30}, ["num_train_epochs", "num_train_epochs"]),
+        ("hf", STEPS, {**STEPS, "label_smoothing_factor": 0.1}, ["label_smoothing_factor"]),
+        ("hf", STEPS, {**STEPS, "optim": "adafactor"}, ["optim"]),
+        ("hf", {**STEPS, "packing": True}, {**STEPS, "packing": False}, ["packing", "packing"]),
+        ("unishard", {"x-data": {"path": "a"}}, {"x-data": {"path": "b"}}, ["x-data", "x-data"]),
+    ],
+)
+def test_what_no_field_holds_is_not_the_same_training(
+    tmp_path: Path, tool: str, one: dict[str, object], other: dict[str, object], keys: list[str]
+) -> None:
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, document in zip(files, (one, other), strict=True):
+        file.write_text(json.dumps(document))
+    told = ["--from-a", tool, "--from-b", tool]
+    result = run("diff", *map(str, files), *told)
+    assert result.exit_code == 1
+    assert "same training" not in result.stdout
+    found = re.findall(r"not compared: \S+: (\S+) = ", one_line(result.stderr))
+    assert found == keys
+    for file in files:
+        result = run("diff", str(file), str(file), *told)
+        assert (result.exit_code, result.stdout) == (0, "same training\n"), "every key has the same value"
+
+
+def test_what_is_refused_is_equal_to_itself_inside_the_file_of_another_tool() -> None:
+    refused = {**ZERO, "bf16": {"enabled": True}, "tensor_parallel": {"autotp_size": 4}}
+    other = {**STEPS, "per_device_train_batch_size": 1, "bf16": True, "deepspeed": refused}
+    inside, alone = formats.read(other, "hf"), formats.read(refused, "deepspeed")
+    assert "tensor_parallel" not in {one.entry.path[-1] for one in uncompared(inside, alone)}
+
+
+def test_a_part_of_the_updates_that_is_spelled_out_counts() -> None:
+    parts = [formats.read({**RUN, "warmup_ratio": part}, "hf") for part in (0.1, 0.2)]
+    assert [difference.field for difference in compare(*parts)] == ["scheduler.warmup_steps"]
+
+
+def test_what_only_a_part_of_a_file_says_is_not_the_same_training(tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps({"deepspeed_config": {**ZERO, "bf16": {"enabled": True}}, "model": "m"}))
+    told = ["--from-a", "deepspeed", "--from-b", "deepspeed"]
+    result = run("diff", str(file), str(file), *told)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "not compared:" in result.stderr

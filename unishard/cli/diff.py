@@ -10,7 +10,7 @@ import typer
 
 from unishard.cli.completion import formats as formats_like
 from unishard.cli.tables import is_narrow, show, show_blocks
-from unishard.cli.text_report import value_of
+from unishard.cli.text_report import key_value, value_of
 from unishard.cli.wrapping import echo
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ def diff(
 ) -> None:
     """Compare the meaning of two configs.
 
-    They may be of different tools. Exits with 0 if they describe the same training, with 1 if they differ, and with 2
-    if one cannot be read.
+    They may be of different tools. Exits with 0 if they describe the same training, with 1 if they differ or something
+    could not be compared, and with 2 if one cannot be read.
 
     Example: unishard diff accelerate.yaml cfg.yaml
     """
     from unishard import formats
-    from unishard.formats.comparing import compare
+    from unishard.formats.comparing import compare, uncompared
     from unishard.formats.engine_choice import needs_engine
 
     readings = [formats.read(a, from_a), formats.read(b, from_b)]
@@ -49,12 +49,17 @@ def diff(
         if needs_engine(reading):
             note = "does not say its engine, which its launcher chooses; compared as no_shard"
             echo(f"{reading.source.name}: {note}", err=True)
-        refused = [entry for entry in reading.entries if entry.effect.fit == "unsupported"]
-        for entry in refused:
-            echo(f"not compared: {reading.source.name}: {entry.key}: {entry.effect.note}", err=True)
-    if not differences:
+    unknown = [f"{reading.source.name}: {warning}" for reading in readings for warning in reading.source.warnings]
+    unknown += [
+        f"{one.reading.source.name}: {key_value(one.entry)}: {one.entry.effect.note}" for one in uncompared(*readings)
+    ]
+    for what in unknown:
+        echo(f"not compared: {what}", err=True)
+    if not (differences or unknown):
         echo("same training")
         return
+    if not differences:
+        raise typer.Exit(DIFFERENT)
     names = [f"{side} ({reading.format})" for side, reading in zip("AB", readings, strict=True)]
     if is_narrow(3, sys.stdout):
         show_blocks(((at.field, [("A", _shown(at.before)), ("B", _shown(at.after))]) for at in differences), sys.stdout)

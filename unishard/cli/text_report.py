@@ -14,6 +14,7 @@ from unishard.contract.rules import Fit
 from unishard.errors import in_one_line
 
 if TYPE_CHECKING:
+    from unishard.contract.entries import Entry
     from unishard.formats import Item, Outcome
     from unishard.formats.comparing import Difference
     from unishard.formats.supplied import Supplied
@@ -96,7 +97,7 @@ def value_of(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def key_value(item: Item) -> str:
+def key_value(item: Item | Entry) -> str:
     """A key as in the file."""
     return f"{item.key} = {value_of(item.value)}"
 

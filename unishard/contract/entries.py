@@ -69,6 +69,9 @@ class KeyEffect(NamedTuple):
     decides: tuple[str, ...] = ()
     """If unsupported: the fields that the key decides otherwise. An override of the first decides instead of the
     key."""
+    beyond_fields: bool = False
+    """Whether the training depends on the value in a way that no field holds: the model and the data that the script
+    loads, the operations that `torch.autocast` keeps in fp32."""
     rejected_upstream: bool = False
     """Whether the tool refuses or misreads the key as it stands, so that it goes through in no case."""
 

@@ -211,6 +211,11 @@ def refuses(why: str, off: Callable[[Any], bool] | None = None) -> Key:
     return Key(read, "", Fit.UNSUPPORTED, why)
 
 
+def beyond_fields(row: Key) -> Key:
+    """The row of a key that only the training script can follow, so that its values are compared as they stand."""
+    return row._replace(read=lambda value, document: row.read(value, document)._replace(beyond_fields=True))
+
+
 def own(key: str, convert: Convert, fit: Fit, note: str) -> Key:
     """A key for a setting that only one engine has.
 

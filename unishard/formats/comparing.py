@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 from unishard.config import Config, leaves, value_at
 from unishard.config.nested import flat
 from unishard.contract.entries import Entry
+from unishard.contract.render import AUTO
+from unishard.contract.rules import Fit
+from unishard.contract.templates import is_placeholder
 from unishard.formats.reading import ReadDocument
 
 
@@ -17,11 +20,23 @@ class Side(NamedTuple):
     value: Any
     """None where only the training script knows it; unishard's default where nothing is said."""
     origin: str
-    """The key that says it, and its line; `default`, `override`, `not said`, or who decides it instead."""
+    """The key that says it, and its line; `default`, `override`, `not said`, or who decides it instead; for people."""
     said: bool
     """Whether the config, its tool or an override decides the value."""
-    key: str = ""
-    """The key that decides it, or whose default does; empty where none does."""
+    entry: Entry | None = None
+    """The key that decides it, or leaves it open, or whose default does; None where none does."""
+    open: bool = False
+    """Whether somebody else decides it: the training script, or whoever fills in a placeholder."""
+
+    @property
+    def key(self) -> str:
+        """The key that decides it; empty where none does."""
+        return self.entry.key if self.said and self.entry else ""
+
+    @property
+    def silent(self) -> bool:
+        """Whether nobody is known to decide it."""
+        return not (self.said or self.open)
 
 
 class Difference(NamedTuple):
@@ -47,6 +62,47 @@ def compare(a: ReadDocument, b: ReadDocument) -> tuple[Difference, ...]:
     return tuple(difference for difference in differences if not _same(difference))
 
 
+class Uncompared(NamedTuple):
+    """A key of which the fields do not hold all that it says of the training."""
+
+    reading: ReadDocument
+    entry: Entry
+
+
+def uncompared(a: ReadDocument, b: ReadDocument) -> list[Uncompared]:
+    """The keys of either config that no field is compared for, but for those that the other has with the same value."""
+    beyond = [[entry for entry in reading.entries if _is_beyond(entry)] for reading in (a, b)]
+    return [
+        Uncompared(reading, entry)
+        for reading, own, others in zip((a, b), beyond, reversed(beyond), strict=True)
+        for entry in own
+        if not any(_is_repeated(entry, other) for other in others)
+    ]
+
+
+def _is_repeated(entry: Entry, other: Entry) -> bool:
+    """Whether two keys say the same word for word; one tool hands it on in a block of another's file."""
+    short, long = sorted((entry.path, other.path), key=len)
+    return long[-len(short) :] == short and bool(entry.value == other.value)
+
+
+def _is_beyond(entry: Entry) -> bool:
+    effect = entry.effect
+    match effect.fit:
+        case Fit.UNSUPPORTED:
+            return True
+        case Fit.APPROXIMATE:
+            return not effect.native  # settings of an engine are compared themselves
+        case Fit.NEEDS_INPUT:
+            return not effect.fields and _is_spelled_out(entry)
+    return (effect.beyond_fields or effect.unknown) and _is_spelled_out(entry)
+
+
+def _is_spelled_out(entry: Entry | None) -> bool:
+    """Whether a key has a value, which is not left to somebody else."""
+    return entry is not None and entry.value not in (None, AUTO, "", [], {}) and not is_placeholder(entry.value)
+
+
 NOT_SAID = "not said"
 _SILENT = Side(None, NOT_SAID, said=False)
 _RANKS = "ranks"
@@ -56,14 +112,9 @@ def _same(difference: Difference) -> bool:
     a, b = difference.before, difference.after
     if difference.field == _RANKS and not (a.said and b.said):
         return True  # the launcher says it where the config does not
-    if _open(a) or _open(b):
-        return _open(a) and _open(b)
-    return bool(a.value == b.value)
-
-
-def _open(side: Side) -> bool:
-    """Whether only the training script knows the value."""
-    return not side.said and side.origin != NOT_SAID
+    if a.open and b.open:
+        return a.origin == b.origin or not (_is_spelled_out(a.entry) and _is_spelled_out(b.entry))
+    return a.open == b.open and bool(a.value == b.value)
 
 
 def _sides(reading: ReadDocument) -> dict[str, Side]:
@@ -74,7 +125,7 @@ def _sides(reading: ReadDocument) -> dict[str, Side]:
             continue
         value = value_at(reading.config, path)
         if path in reading.undecided:
-            sides[path] = Side(None, reading.undecided[path].who, said=False)
+            sides[path] = Side(None, reading.undecided[path].who, said=False, entry=deciders.get(path), open=True)
         elif path in reading.decided:
             sides[path] = _decided(value, path, deciders.get(path), reading)
         else:
@@ -97,10 +148,10 @@ def _decided(value: Any, path: str, entry: Entry | None, reading: ReadDocument) 
             value,
             "default" if reading.format == "unishard" else f"{reading.format} assumes {entry.key}",
             True,
-            entry.key,
+            entry,
         )
     line = reading.source.origins.of(entry.path).line
-    return Side(value, f"{entry.key}, line {line}" if line else entry.key, True, entry.key)
+    return Side(value, f"{entry.key}, line {line}" if line else entry.key, True, entry)
 
 
 def _listed(value: Any) -> Any:

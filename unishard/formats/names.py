@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unishard.contract.entries import Key
-from unishard.contract.key_rows import drops, refuses
+from unishard.contract.key_rows import beyond_fields, drops, refuses
 
 T = TypeVar("T")
 
@@ -24,7 +24,8 @@ def each(text: str, value: T) -> dict[str, T]:
 
 def ignored(file: str, row: Callable[[str], Key] = drops, off: Callable[[Any], bool] | None = None) -> dict[str, Key]:
     """Rows of keys that are left out, from a list in a format's folder: a reason, and below it, indented, their
-    names. Those below a reason that begins with "refused: " are not supported.
+    names. Those below a reason that begins with "refused: " are not supported, and those below "script: " are
+    what the training script follows.
 
     Args:
         file: The list.
@@ -35,8 +36,14 @@ def ignored(file: str, row: Callable[[str], Key] = drops, off: Callable[[Any], b
     why = ""
     for line in (Path(__file__).parent / file).read_text(encoding="utf-8").splitlines():
         if line[:1].isspace():
-            unsupported = why.removeprefix("refused: ")
-            rows |= each(line, row(why) if unsupported == why else refuses(unsupported, off))
+            kind, _, reason = why.partition(": ")
+            match kind:
+                case "refused":
+                    rows |= each(line, refuses(reason, off))
+                case "script":
+                    rows |= each(line, beyond_fields(row(reason)))
+                case _:
+                    rows |= each(line, row(why))
         else:
             why = line
     return rows

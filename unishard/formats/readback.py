@@ -14,7 +14,7 @@ from unishard.config.nested import Native, flat
 from unishard.contract.fallbacks import FALLBACKS
 from unishard.contract.render import AUTO, FieldResult
 from unishard.contract.rules import SCRIPT, Fit, worst
-from unishard.formats.comparing import NOT_SAID, Difference, compare
+from unishard.formats.comparing import Difference, compare
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
@@ -178,8 +178,8 @@ def changes(
 def _change(difference: Difference, reading: ReadDocument, back: ReadDocument) -> Difference:
     decided = reading.decides(difference.field)
     before = difference.before._replace(said=decided)
-    value = difference.after.value if difference.after.said or difference.after.origin == NOT_SAID else AUTO
-    note = f"{back.format} has no key for it" if difference.after.origin == NOT_SAID else difference.after.origin
+    value = AUTO if difference.after.open else difference.after.value
+    note = f"{back.format} has no key for it" if difference.after.silent else difference.after.origin
     if difference.field == _CLIPPING and back.config.backend == "deepspeed" and not decided:
         before = before._replace(value=None, said=True)
         note += "; the script's clip_grad_norm_ does nothing with DeepSpeed"

@@ -273,7 +273,11 @@ def _document(fields: Mapping[str, Any], entries: Sequence[Entry], unneeded: Col
 def default_of(field: str, values: Mapping[str, Any]) -> Any:
     """The schema's default of a field, which may depend on the fields beside it."""
     section, _, _ = field.rpartition(".")
-    beside = {path.rpartition(".")[2]: value for path, value in values.items() if path.rpartition(".")[0] == section}
+    beside = {
+        path.rpartition(".")[2]: info.get_default() if (value := values.get(path, _LEFT_OUT)) is _LEFT_OUT else value
+        for path, info in _FIELDS.items()
+        if path.rpartition(".")[0] == section
+    }
     return _FIELDS[field].get_default(call_default_factory=True, validated_data=beside)
 
 

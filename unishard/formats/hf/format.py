@@ -162,7 +162,7 @@ def _engine_beside(data: Mapping[str, Any], section: str) -> Mapping[str, Any]:
     return {DEEPSPEED: config} if named and not set(ENGINES) & set(data[section]) else {}
 
 
-_BESIDE = KeyEffect(Fit.IGNORED, "not a TrainingArguments key: only the script reads it")
+_BESIDE = KeyEffect(Fit.IGNORED, "not a TrainingArguments key: only the script reads it", beyond_fields=True)
 
 
 def entries_of(

@@ -64,7 +64,7 @@ def compute(dtype: str) -> Key:
             fit, note = (Fit.APPROXIMATE, _AUTOCAST) if first else (Fit.EXACT, "")
             return KeyEffect(fit, note, {**fields, "precision.reduce": dtype})
         note = f"torch.autocast keeps some operations in fp32; without it all run in {dtype}"
-        return KeyEffect(Fit.EQUIVALENT, note, fields)
+        return KeyEffect(Fit.EQUIVALENT, note, fields, beyond_fields=True)
 
     return Key(read, "precision.compute, precision.reduce")
 

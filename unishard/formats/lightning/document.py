@@ -27,7 +27,7 @@ _READERS: Mapping[str, Callable[[StrategyArguments], Iterable[Entry]]] = {
     "DeepSpeedStrategy": deepspeed.entries_of,
     "ModelParallelStrategy": model_parallel.entries_of,
 }
-_OWN_CLASS = "LightningCLI hands it to a class of your training script"
+_OWN = left_out("LightningCLI hands it to a class of your training script")._replace(beyond_fields=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ class LightningDocument:
             tool=TOOL,
             topology=self.topology,
         )
-        own += [Entry((name,), item, left_out(_OWN_CLASS)) for name, item in plain.items() if name not in BESIDE]
-        above = [Entry((name,), item, left_out(_OWN_CLASS)) for name, item in self._outside().items()]
+        own += [Entry((name,), item, _OWN) for name, item in plain.items() if name not in BESIDE]
+        above = [Entry((name,), item, _OWN) for name, item in self._outside().items()]
         return [*(entry.at(*self.shape.top, *entry.path) for entry in own), *self._recipes(section), *above]
 
     def _outside(self) -> Mapping[str, Any]:
@@ -117,7 +117,7 @@ class LightningDocument:
 
 def speaks_for_lightning(entry: Entry) -> bool:
     """Whether an entry is no argument of a class of the user's own."""
-    return entry.effect.note != _OWN_CLASS
+    return entry.effect != _OWN
 
 
 _HYDRA = "_target_"

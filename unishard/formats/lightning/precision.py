@@ -54,7 +54,7 @@ def precision(value: Any, document: DocumentValues) -> KeyEffect:
         return KeyEffect(Fit.EXACT, _UNSCALED, fields | {"precision.loss_scale": 1.0})
     if true:
         return KeyEffect(fields=fields)
-    return KeyEffect(Fit.EQUIVALENT, _AUTOCAST, fields)
+    return KeyEffect(Fit.EQUIVALENT, _AUTOCAST, fields, beyond_fields=True)
 
 
 def _beside_own(dtype: str, *, true: bool, unscaled: bool) -> KeyEffect:
@@ -67,7 +67,7 @@ def _beside_own(dtype: str, *, true: bool, unscaled: bool) -> KeyEffect:
     }
     if true or dtype == "fp32":
         return KeyEffect(fields=fields)
-    return KeyEffect(Fit.EQUIVALENT, _AUTOCAST, fields)
+    return KeyEffect(Fit.EQUIVALENT, _AUTOCAST, fields, beyond_fields=True)
 
 
 def precision_section(precision_word: str, scaling: Mapping[str, Any]) -> Native:

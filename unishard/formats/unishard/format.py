@@ -179,7 +179,7 @@ def _written(
         path = (*above, name)
         key = ".".join(path)
         if key.startswith("x-"):
-            yield Entry(path, value, KeyEffect(Fit.IGNORED, "is a section of your own"))
+            yield Entry(path, value, KeyEffect(Fit.IGNORED, "is a section of your own", beyond_fields=True))
         elif key == "native":
             yield from _native(value)
         elif key in undecided:
