@@ -77,6 +77,22 @@ def test_hybrid_groups(backend):
     compared(chunked(backend, {"strategy": "hybrid_shard", "group_size": 2}), "llama", readers=4)
 
 
+@in_ranks(cells=tuple((backend, compute) for backend in BACKENDS for compute in ("bf16", "fp16")), in_turn=True)
+def test_the_loss_of_a_head_in_fp32_is_not_rounded(backend, compute):
+    cfg, batch = (
+        chunked(backend, precision={"compute": compute, "keep_fp32": ["lm_head"]}),
+        batch_of(data_for("llama"), 0),
+    )
+    losses = []
+    for each in (cfg, cfg.override("training.loss_chunk_tokens=null")):
+        with unishard.prepare(build("llama"), each) as engine:
+            loss = engine(**batch).loss
+            engine.discard()
+        losses.append(loss)
+    assert losses[0].dtype == torch.float32
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-4)
+
+
 @in_ranks(cells=SHARDED, in_turn=True)
 def test_kinds_of_heads(backend, kind):
     cfg = chunked(backend)

@@ -156,9 +156,7 @@ class DeferredLogits(Tensor):
         combine = torch.cat if unreduced else _sum
         result = in_chunks(recipe.head, recipe.hidden, target, loss, combine, recipe.calls.chunk_tokens)
         recipe.calls.losses += 1
-        if reduction == "mean":
-            result = result / (target != ignore_index).sum()
-        return result.to(self.dtype)
+        return result / (target != ignore_index).sum() if reduction == "mean" else result
 
     def _then(self, name: str, operation: Operation | None) -> DeferredLogits:
         if operation is None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from unishard.contract.kit.input_casts import outputs_in_fp32
+
 Compute = Callable[[Tensor], Tensor]
 
 
@@ -43,7 +45,7 @@ def in_one_call(modules: Sequence[nn.Module], compute: Compute, value: Tensor) -
     if not modules:
         return compute(value)
     first, *rest = modules
-    with _replaced_forward(first, partial(in_one_call, rest, compute)):
+    with _replaced_forward(first, partial(in_one_call, rest, compute)), outputs_in_fp32():
         result: Tensor = first(value)
     return result
 

@@ -8,7 +8,8 @@ plain torch.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from inspect import Parameter, signature
 from typing import Any
 
@@ -28,6 +29,8 @@ _CHECKED = 4
 not."""
 
 _LOW = (torch.bfloat16, torch.float16)
+_keeps_outputs = False
+"""Whether a block of `outputs_in_fp32` is open."""
 _EXACT = 256
 """Up to here bf16 holds every whole number; fp16 does up to 2048."""
 
@@ -83,6 +86,17 @@ def cast_inputs(modules: Iterable[nn.Module], cfg: Precision) -> list[RemovableH
     return handles
 
 
+@contextmanager
+def outputs_in_fp32() -> Iterator[None]:
+    """A block in which modules in fp32 return what they computed, such as a loss, which 16 bits would round."""
+    global _keeps_outputs
+    before, _keeps_outputs = _keeps_outputs, True
+    try:
+        yield
+    finally:
+        _keeps_outputs = before
+
+
 class _InFp32:
     """Hooks of a module that computes in fp32: inputs are cast to fp32, and then outputs to the dtype that the inputs
     had.
@@ -97,7 +111,7 @@ class _InFp32:
         return cast(args, torch.float32), cast(kwargs, torch.float32)
 
     def back(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return output if self._given is None else cast(output, self._given)
+        return output if self._given is None or _keeps_outputs else cast(output, self._given)
 
 
 class _Cast:
