@@ -39,9 +39,14 @@ def status(
     place: str = "",
     group: tuple[int, ...] = (),
     threads: bool = False,
-) -> Any:
-    standing = Standstill(tail(*places), doing, place or places[-1], inside, seconds, 10.0, group, threads)
-    return json.loads(json.dumps(standing))
+    quiet: float = 1000.0,
+    gloo: bool = True,
+    age: float = 0.0,
+) -> tuple[float, Any]:
+    """As it comes to the monitor."""
+    where = place or places[-1]
+    standing = Standstill(tail(*places), doing, where, inside, seconds, 10.0, group, threads, quiet, gloo)
+    return age, json.loads(json.dumps(standing))
 
 
 def test_a_difference_of_before_is_told_with_what_to_do() -> None:
@@ -75,8 +80,10 @@ def test_ranks_that_wait_for_each_other_in_vain(ranks: list[tuple[str, int, bool
         rank: status(doing, *calls[:number], inside=inside) for rank, (doing, number, inside) in enumerate(ranks)
     }
     assert bool(DeadlockDetector()(statuses).abort_reason) is deadlock
-    fresh = {rank: [*each[:4], 1.0, *each[5:]] for rank, each in statuses.items()}
+    fresh = {rank: (age, [*each[:4], 1.0, *each[5:]]) for rank, (age, each) in statuses.items()}
     assert DeadlockDetector()(fresh).abort_reason == "", "they have just come there"
+    moving = {rank: (age, [*each[:8], 1.0, *each[9:]]) for rank, (age, each) in statuses.items()}
+    assert DeadlockDetector()(moving).abort_reason == "", "a transfer"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +120,36 @@ def test_a_collective_of_another_call_is_waited_for_longer_than_one_that_is_slow
         verdict(3, 2)
         == f"ranks made different calls and would deadlock: rank 0 {SAVE}; rank 1 is in engine.backward (update 13)"
     )
-    assert verdict(2, 2) == "", "all may have joined it"
+    assert verdict(2, 2).startswith("ranks wait for each other, and no data is on its way between them: ")
+
+
+def found(*statuses: Any) -> str:
+    return DeadlockDetector()(dict(enumerate(statuses))).abort_reason
+
+
+def test_ranks_that_all_wait_while_nothing_moves_are_told_after_six_timeouts() -> None:
+    def two(other: str = WAITS, **said: Any) -> str:
+        options = {"inside": False, "seconds": 61.0} | said
+        waits = status(WAITS, "a", inside=False, seconds=61.0, place="waits in torch.distributed at a.py:3 in f")
+        return found(waits, status(other, "a", place="waits in torch.distributed at b.py:4 in g", **options))
+
+    assert two() == (
+        "ranks wait for each other, and no data is on its way between them: rank 0 waits in torch.distributed at "
+        "a.py:3 in f; rank 1 waits in torch.distributed at b.py:4 in g"
+    )
+    assert two(seconds=59.0) == "", "it has come later"
+    assert two(quiet=59.0) == "", "its data was on its way"
+    assert two(other=BUSY) == two(other=LEFT) == "", "it may still come"
+    assert two(threads=True) == "", "its thread may send"
+    assert two(threads=True, inside=True), "no thread of the user's makes calls of an engine"
+    assert two(gloo=False) == "", "its device may compute"
+
+
+def test_only_ranks_that_are_known_to_wait_at_one_time_wait_for_each_other() -> None:
+    waits, meets = status(WAITS, "a", inside=False, seconds=6.0), status(MEETS, "a", "b", seconds=6.0)
+    assert found(waits, meets)
+    assert found((2.0, waits[1]), meets) == "", "perhaps it has not waited for two seconds, and its process is busy"
+    assert found((2.0, status(WAITS, "a", inside=False, seconds=9.0)[1]), status(MEETS, "a", "b", seconds=8.0))
 
 
 def test_the_first_rank_that_waits_is_told_once_where_the_late_ones_are() -> None:

@@ -83,13 +83,13 @@ NOW = 100.0
 class Check:
     """A rank that has made no call for a second, since its call of an update."""
 
-    rank, active, failed, waiting, thread, timeout, world = 0, 1, "", False, 0, 0.2, None
+    rank, active, failed, waiting, thread, timeout, world, gloo = 0, 1, "", False, 0, 0.2, None, False
 
     def __init__(self, device_wait: DeviceWait | None) -> None:
         self.device_wait, self.moved, self.told = device_wait, NOW - 1, []
         self.call_log = CallLog()
         self.call_log.record("is in engine.step (update 16)")
-        self.monitor = SimpleNamespace(abort_reason="", status=self.told.append, ask=lambda: None)
+        self.monitor = SimpleNamespace(abort_reason="", port=0, status=self.told.append, ask=lambda: None)
 
     def give_up(self, why: str) -> None:
         raise AssertionError(why)

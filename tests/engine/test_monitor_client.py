@@ -156,8 +156,9 @@ def test_the_detector_hears_of_ranks_that_all_stand_still_and_is_heard_by_all() 
     asked: list[Any] = []
 
     def detect(statuses: Any) -> Diagnosis:
-        asked.append(dict(statuses))
-        return Diagnosis("no rank can go on" if statuses[1] == "stuck" else "")
+        asked.append({rank: said for rank, (_, said) in statuses.items()})
+        assert all(0 <= age < 60 for age, _ in statuses.values())
+        return Diagnosis("no rank can go on" if asked[-1][1] == "stuck" else "")
 
     with ranks(2, detect=detect) as clients:
         clients[0].status("waits")

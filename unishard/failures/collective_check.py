@@ -237,6 +237,7 @@ class DesyncCheck:
         self._serial = serial
         self.members = self.active = 0
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.gloo = {part.partition(":")[2] for part in dist.get_backend_config().split(",")} == {"gloo"}
         self.monitor = monitor_client.current()
         self.call_log = call_log = CallLog()
         if self.monitor is not None:

@@ -18,6 +18,7 @@ MEETS, WAITS, LEFT, BUSY = "meets", "waits", "left", "busy"
 closed its engines; or anything else."""
 
 _DEADLOCK = "ranks made different calls and would deadlock"
+_STILL = "ranks wait for each other, and no data is on its way between them"
 _MIXED = "ranks have gradients of different parameters, which would be added up"
 _EXCEPT = "except those of the classes in sharding.conditional_modules"
 _BRANCH = "or let every rank take the same branch"
@@ -28,7 +29,7 @@ _ALIKE = "write the same values on every rank: the ranks would train parts of di
 _NAMED = 4
 """Values named that differ."""
 _SLOWEST = 6
-"""Timeouts that a collective which all ranks have joined may take on the last of them."""
+"""Timeouts without a sign of life of a collective that all ranks may have joined."""
 
 
 class Diagnosis(NamedTuple):
@@ -57,6 +58,17 @@ class Standstill(NamedTuple):
     """The ranks that join the collective in which it waits; empty for all."""
     threads: bool = False
     """Whether other threads of it run code of the user."""
+    quiet: float = 0.0
+    """Seconds for which no data has been on its way from or to it, see `Traffic`."""
+    gloo: bool = False
+    """Whether it waits for other ranks only: no collective of its process group waits for a device."""
+    age: float = 0.0
+    """Seconds since it has said so."""
+
+    @property
+    def still(self) -> float:
+        """Seconds for which it has waited while no data was on its way."""
+        return min(self.seconds, self.quiet)
 
     def waits_for(self, rank: int) -> bool:
         """Whether a rank must join the collective in which this one waits."""
@@ -165,22 +177,24 @@ class DeadlockDetector:
     def __init__(self) -> None:
         self._warned: set[tuple[int, int]] = set()
 
-    def __call__(self, sent: Mapping[int, Any]) -> Diagnosis:
+    def __call__(self, sent: Mapping[int, tuple[float, Any]]) -> Diagnosis:
         """Decide whether the ranks wait for each other, and which of them are late.
 
         Args:
-            sent: The status of every rank that lives.
+            sent: Of every rank that lives, the seconds since it has sent its status, and that.
         """
-        statuses = {rank: Standstill(tail_from(tail), *rest) for rank, (tail, *rest) in sent.items()}
+        statuses = {
+            rank: Standstill(tail_from(tail), *rest)._replace(age=age) for rank, (age, (tail, *rest)) in sent.items()
+        }
         tails = {rank: status.tail for rank, status in statuses.items()}
         if first_difference(tails) is not None:
             return Diagnosis(different_calls(tails, {}))
         places = {rank: status.place for rank, status in statuses.items()}
         where = describe(places, (), "")
-        if _is_deadlock(statuses):
+        if problem := _deadlock(statuses):
             if raised := _raised(tails, min(tail.number for tail in tails.values())):
                 return Diagnosis(_because(raised, places, (), ""))
-            return Diagnosis(f"{_DEADLOCK}: {where}")
+            return Diagnosis(f"{problem}: {where}")
         waiting = [
             rank
             for rank, status in statuses.items()
@@ -196,31 +210,42 @@ class DeadlockDetector:
         return Diagnosis(late={first: f"has waited {statuses[first].seconds:.0f} s for other ranks: {where}"})
 
 
-def _is_deadlock(statuses: Mapping[int, Standstill]) -> bool:
-    """Whether every rank waits or has left, and one waits for another that waits elsewhere, or has left."""
-    if any(status.doing == BUSY or status.seconds < status.patience / 2 for status in statuses.values()):
-        return False
+def _deadlock(statuses: Mapping[int, Standstill]) -> str:
+    """What is wrong if no rank can go on; empty if one might.
+
+    Where all ranks wait at one moment at which no data is on its way, all wait forever. A rank that is late computes; a
+    transfer that is slow moves data.
+    """
+    standing = statuses.values()
+    patience = max(status.patience for status in standing)
+    # Since when the last one waits, until when the first one was known to.
+    together = min(status.age + status.still for status in standing) - max(status.age for status in standing)
+    if together < patience / 2 or any(status.doing == BUSY for status in standing):
+        return ""
     waiting = {
         rank: status
         for rank, status in statuses.items()
         if status.doing == MEETS or (status.doing == WAITS and status.inside)
     }
-    return any(
+    if any(
         _never_comes(other, status)
         for rank, status in waiting.items()
         for another, other in statuses.items()
         if status.waits_for(another) and (other.doing != WAITS or other.waits_for(rank))
-    )
+    ):
+        return _DEADLOCK
+    alone = all(status.doing != LEFT and status.gloo and (status.inside or not status.threads) for status in standing)
+    return _STILL if alone and together >= _SLOWEST * patience else ""
 
 
 def _never_comes(other: Standstill, waiting: Standstill) -> bool:
     """Whether a rank that stands still will not make the call in which another one waits."""
     if other.doing == LEFT:
-        return other.tail.number > waiting.tail.number and waiting.seconds >= waiting.patience
+        return other.tail.number > waiting.tail.number and waiting.still >= waiting.patience
     if other.doing == WAITS and other.inside:
         # It waits in a collective of an engine, and the first one has left it out, or is behind, or ahead and also
         # waits. Or the first one is through with it, and what it has sent is still on its way.
-        still = min(other.seconds, waiting.seconds)
+        still = min(other.still, waiting.still)
         return still >= _SLOWEST * waiting.patience and other.tail.number != waiting.tail.number
     # A rank that is through with a call may wait outside until the others are through with it too. A thread of the
     # user's may join what it waits in.

@@ -61,6 +61,8 @@ class MonitorClient:
             server_process: That process, see `process_state`.
         """
         self.rank, self.size = rank, size
+        self.port: int = connection.getpeername()[1]
+        """Of the monitor."""
         self.thread = threading.get_ident()
         """The thread that trains."""
         self.endings: dict[int, Ending] = {}

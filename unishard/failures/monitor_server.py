@@ -43,7 +43,7 @@ def _line_of(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-DetectDeadlock = Callable[[Mapping[int, Any]], Diagnosis]
+DetectDeadlock = Callable[[Mapping[int, tuple[float, Any]]], Diagnosis]
 
 
 class _Link:
@@ -104,7 +104,7 @@ class MonitorServer:
         Args:
             size: Number of ranks.
             token: What a rank must say first; others are refused.
-            detect: Called with the statuses of all ranks that live when each of them stands still.
+            detect: Called with the ages and statuses of all ranks that live when each of them stands still.
             unreachable: Whether a rank has said elsewhere that it cannot connect.
             local: Whether all ranks are on this machine, so that no other one needs to connect.
         """
@@ -118,8 +118,8 @@ class MonitorServer:
         self._endings: list[dict[str, Any]] = []
         """Their last messages, and why no rank can go on, for ranks that connect later."""
         self._collections: dict[str, _Collection] = {}
-        self._statuses: dict[int, Any] = {}
-        """Of the ranks that live and stand still."""
+        self._statuses: dict[int, tuple[float, Any]] = {}
+        """Of the ranks that live and stand still, with the time at which each came."""
         self._blocked: set[int] = set()
         """Ranks that may wait for others in C++, and send nothing meanwhile."""
         self._aborted = False
@@ -210,7 +210,7 @@ class MonitorServer:
                 if message["status"] is None or link.rank in self._ended:
                     self._statuses.pop(link.rank, None)
                 else:
-                    self._statuses[link.rank] = message["status"]
+                    self._statuses[link.rank] = time.monotonic(), message["status"]
                 self._asked = True
                 self._consider()
             case "ended":
@@ -345,10 +345,11 @@ class MonitorServer:
         if not self._asked or self._aborted or len(self._statuses) < live or len(self._links) + away < self._size:
             self._asked = False
             return
-        if time.monotonic() - self._considered < _TICK:
+        now = time.monotonic()
+        if now - self._considered < _TICK:
             return
-        self._considered, self._asked = time.monotonic(), False
-        abort_reason, late = self._detect(dict(self._statuses))
+        self._considered, self._asked = now, False
+        abort_reason, late = self._detect({rank: (now - came, said) for rank, (came, said) in self._statuses.items()})
         if abort_reason:
             self._give_up(abort_reason)
         for rank, text in late.items():

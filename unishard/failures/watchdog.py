@@ -16,6 +16,7 @@ from unishard.failures.deadlocks import BUSY, LEFT, MEETS, WAITS, Standstill
 from unishard.failures.device_wait import DeviceWait
 from unishard.failures.monitor_client import MonitorClient
 from unishard.failures.rank_locations import Location, has_other_threads, position_of, where_is
+from unishard.failures.traffic import Traffic
 
 _LONG = 6
 """Timeouts until a long call is reported that no other rank waits for."""
@@ -44,6 +45,8 @@ class Watched(Protocol):
     """The last collectives on a device that the host may be waiting for, if any."""
     thread: int
     rank: int
+    gloo: bool
+    """As in `Standstill`."""
     monitor: MonitorClient | None
 
     def give_up(self, why: str) -> None:
@@ -59,6 +62,7 @@ class _Watch:
         """The last report of this call to the monitor."""
         self._position: tuple[int, ...] = ()
         self._blocked_since: float | None = None
+        self._traffic: Traffic | None = None
 
     def look(self, check: Watched) -> None:
         """Tell the monitor where this rank is, if it has made no call for a while."""
@@ -69,12 +73,15 @@ class _Watch:
             return
         still = time.monotonic() - check.moved
         if still < min(_QUIET, check.timeout / 4):
-            self._blocked_since = None
+            self._blocked_since = self._traffic = None
             if self._reported is not None:
                 self._reported = None
                 check.monitor.status(None)
             return
         check.monitor.ask()
+        if self._traffic is None:
+            self._traffic = Traffic(check.monitor.port)
+        quiet = self._traffic.look()
         tail = check.call_log.tail()
         here = where_is(check.thread)
         doing, place, group = self._find(check, here)
@@ -84,7 +91,9 @@ class _Watch:
             self._reported, tail = report, tail._replace(calls=tail.calls[-_REPORTED:])
             seconds = time.monotonic() - self._blocked_since if doing == WAITS and self._blocked_since else still
             inside, threads = here.inside or check.waiting, has_other_threads(check.thread)
-            check.monitor.status(Standstill(tail, doing, place, inside, seconds, check.timeout, group, threads))
+            check.monitor.status(
+                Standstill(tail, doing, place, inside, seconds, check.timeout, group, threads, quiet, check.gloo)
+            )
         if doing != MEETS and here.inside and still >= _LONG * check.timeout and self._warned != tail.number:
             self._warned = tail.number
             _logger.warning(

@@ -76,6 +76,7 @@ PLAYED = [
     Fault("`if rank == 0: engine.save(folder)`", _UPDATE, play.misuse, (play.save_alone,)),
     Fault("`if rank == 1: engine.export(folder)`", _UPDATE, play.misuse, (play.wait_alone,)),
     Fault("`if rank == 0: torch.distributed.barrier()`", _UPDATE, play.misuse, (play.barrier_alone,)),
+    Fault("`torch.distributed.recv` on both ranks", _UPDATE, play.misuse, (play.receive_on_both,)),
     Fault("another `clip_grad_norm` on each rank", _UPDATE, play.misuse, (play.other_clip,)),
     Fault("two engines, updated in another order on each rank", _UPDATE, play.misuse, (play.other_order,)),
     Fault(

@@ -207,6 +207,11 @@ def barrier_alone(engines: Sequence[Any], batch: Any, folder: str) -> None:
         dist.barrier()
 
 
+def receive_on_both(engines: Sequence[Any], batch: Any, folder: str) -> None:
+    """Waits on each rank for what the other one does not send."""
+    dist.recv(torch.empty(1), 1 - my_rank())
+
+
 def other_clip(engines: Sequence[Any], batch: Any, folder: str) -> None:
     """Each rank clips to a norm of its own."""
     update(engines[0], batch, clip_grad_norm=1.0 + my_rank())
