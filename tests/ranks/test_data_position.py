@@ -14,6 +14,7 @@ import torch
 from harness import config, own_share, prepare, train
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import unishard
@@ -171,6 +172,27 @@ def foreign(rank: int, world: int, workers: int) -> StatefulDataLoader[Any]:
     return StatefulDataLoader(range(rank, SAMPLES, world), batch_size=4, shuffle=True, num_workers=workers)
 
 
+def of_torch(**options: Any) -> Callable[[int], Any]:
+    """A torch DataLoader over the half of the samples, with so many workers."""
+
+    def make(workers: int) -> Any:
+        made = {name: value() if callable(value) else value for name, value in options.items()}
+        loader = DataLoader(range(0, SAMPLES, 2), batch_size=4, num_workers=workers, **made)
+        return position.with_position(loader, loader)
+
+    return make
+
+
+LOADERS = {
+    "torchdata": lambda workers: foreign(0, 2, workers),
+    "shuffled": of_torch(shuffle=True),
+    "with a generator": of_torch(shuffle=True, generator=lambda: torch.Generator().manual_seed(3)),
+    "weighted": of_torch(sampler=lambda: WeightedRandomSampler([1.0, 2.0] * 12 + [3.0], 25)),
+    "subset": of_torch(sampler=lambda: SubsetRandomSampler(range(25))),
+    "distributed": of_torch(sampler=lambda: DistributedSampler(range(25), num_replicas=1, rank=0)),
+}
+
+
 class Stop(NamedTuple):
     """After an update: where the loader was, and torch's random numbers."""
 
@@ -188,17 +210,19 @@ def epoch_of_others(reading: LoaderPass, window: int) -> tuple[list[list[int]], 
     return seen, stops
 
 
+@pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_a_loader_of_others_goes_on_at_the_same_number_of_ranks(workers, window):
+def test_a_loader_of_others_goes_on_at_the_same_number_of_ranks(kind, workers, window):
     torch.manual_seed(0)
-    loader = foreign(0, 2, workers)
+    make = LOADERS[kind]
+    loader = make(workers)
     first, stops = epoch_of_others(LoaderPass(loader, 0, window), window)
     second, _ = epoch_of_others(LoaderPass(loader, 0, window), window)
     assert first != second
     for updates, stop in ((1, stops[0]), (2, stops[1]), (len(stops), stops[-1])):
-        fresh = foreign(0, 2, workers)
+        fresh = make(workers)
         value, tensors = pack(stop.position)
         saved = unpack(json.loads(json.dumps(value)), tensors.__getitem__)
         torch.set_rng_state(stop.random)
@@ -219,6 +243,27 @@ def test_a_loader_of_others_is_refused_where_it_cannot_go_on():
         position.resume(foreign(0, 2, 0), [ours, ours], 2, 0, 2)
     with pytest.raises(DataError, match=r"a StatefulDataLoader, but this run uses a unishard\.dataloader"):
         position.resume(loader, [theirs, theirs], 2, 0, 2)
+
+
+def test_a_loader_of_torch_says_why_it_starts_over():
+    loader = LOADERS["shuffled"](0)
+    where = LoaderPass(loader, 0, 1).position()
+    other = DataLoader(range(25), batch_size=5)
+    ours = unishard.dataloader(range(8), config("fsdp"))
+    for now, world, why in (
+        (loader, 1, None),
+        (loader, 2, "it was saved on 1 rank"),
+        (position.with_position(other, other), 1, "batch_size was 4, is 5"),
+        (
+            ours,
+            1,
+            "the checkpoint's data position is for a torch.utils.data.DataLoader, and this run uses a unishard.dataloader",
+        ),
+    ):
+        said = position.starts_over(now, [where], 1, 0, world)
+        assert (said is None) if why is None else (why in said)
+    unordered = DataLoader(range(8), sampler=[3, 1])
+    assert position.with_position(unordered, unordered) is None
 
 
 # -- the engine ------------------------------------------------------------------------------------

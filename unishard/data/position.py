@@ -10,8 +10,10 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 
 from unishard.config.describe import count_of
+from unishard.data import torch_loader
 from unishard.data.batches import length_of
 from unishard.data.loader import ShareLoader, is_count
+from unishard.data.torch_loader import TorchLoader
 from unishard.errors import DataError
 
 Position = dict[str, Any]
@@ -42,6 +44,18 @@ def is_stateful(loader: Iterable[Any]) -> TypeGuard[StatefulLoader]:
     Accelerate's have the methods, but without `use_stateful_dataloader` they raise (1.15).
     """
     return isinstance(loader, StatefulLoader) and bool(getattr(loader, "use_stateful_dataloader", True))
+
+
+def with_position(loader: Iterable[Any], inner: Iterable[Any]) -> StatefulLoader | None:
+    """A loader as one that has a position; None if it has none.
+
+    Args:
+        loader: What a loop reads.
+        inner: The loader in it.
+    """
+    if is_stateful(inner):
+        return inner
+    return TorchLoader(inner) if loader is inner and TorchLoader.fits(inner) else None  # type: ignore[arg-type]
 
 
 class LoaderPass(Iterable[Any]):
@@ -126,7 +140,11 @@ def left_after(
 ) -> int | None:
     """Batches that are left after `resume` with the same arguments; None if unknown."""
     where = of_rank(positions, world_then, rank, world_size)
-    if where is None or where["loader"] != _kind(loader):
+    if (
+        where is None
+        or where["loader"] != _kind(loader)
+        or starts_over(loader, positions, world_then, rank, world_size)
+    ):
         return batches_left(loader)
     if isinstance(loader, ShareLoader):
         return loader.batches_after(where["state"]["samples"])
@@ -135,7 +153,30 @@ def left_after(
 
 
 def _kind(loader: StatefulLoader) -> str:
+    if isinstance(loader, TorchLoader):
+        return torch_loader.KIND
     return _SHARES if isinstance(loader, ShareLoader) else type(loader).__name__
+
+
+def starts_over(
+    loader: StatefulLoader, positions: Sequence[Position], world_then: int, rank: int, world_size: int
+) -> str | None:
+    """Why a loader begins at its beginning, whatever position was saved, as a `DataLoader` may; None if it resumes."""
+    kinds = {positions[0]["loader"], _kind(loader)}
+    if torch_loader.KIND not in kinds:
+        return None
+    if len(kinds) > 1:
+        return f"the checkpoint's data position is for a {positions[0]['loader']}, and this run uses a {_kind(loader)}"
+    mine = of_rank(positions, world_then, rank, world_size)
+    if mine is None:
+        return f"it was saved on {count_of(world_then, 'rank')}"
+    now = loader.identity() if isinstance(loader, TorchLoader) else {}
+    changed = [
+        f"{name} was {mine['state'].get(name)}, is {value}"
+        for name, value in now.items()
+        if mine["state"].get(name) != value
+    ]
+    return "; ".join(changed) or None
 
 
 def is_position(value: object) -> bool:
@@ -144,6 +185,8 @@ def is_position(value: object) -> bool:
         return value is None
     kind, batches, state = (value.get(name) for name in ("loader", "batches", "state"))
     sound = isinstance(kind, str) and is_count(batches) and {"loader", "batches", "state"} == value.keys()
+    if kind == torch_loader.KIND:
+        return sound and torch_loader.is_state(state)
     return sound and (kind != _SHARES or (isinstance(state, dict) and is_count(state.get("epoch"))))
 
 

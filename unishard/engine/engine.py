@@ -459,7 +459,9 @@ class Engine(OtherNames, Process):
         verify: Literal["files", "bits"] | None = "files",
         data: bool = True,
     ) -> Resumed | None:
-        """Resume from a checkpoint of any engine, strategy and number of ranks, before the loop. Collective.
+        """Resume from a checkpoint of any engine, strategy and number of ranks. Collective.
+
+        Inside a loop over `batches`, that goes back to the data position of the checkpoint.
 
         Each rank reads its shards. Learning rates, schedule and precision come from the current config; differences
         from the checkpoint are logged, and listed in the result. With another number of ranks, random generators are
@@ -472,8 +474,8 @@ class Engine(OtherNames, Process):
             strict: Whether every name, shape and kind of optimizer state must match; if not, what does not is logged.
             verify: `"files"` checks the files' checksums before reading; `"bits"` also checks afterwards that every
                 tensor is bit-equal to what was saved, on any engine and number of ranks; None checks nothing.
-            data: Whether the next training loader continues at the checkpoint's data position; False to begin an epoch,
-                for example with other data.
+            data: Whether the open loop, or the next training loader, continues at the checkpoint's data position; False
+                to let the loop go on where it is, or to begin an epoch, for example with other data.
 
         Returns:
             Where training continues; None for `"latest"` if `checkpoint.dir` has no checkpoint.

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import unishard
-from mistakes.mistake import mistake
+from mistakes.mistake import elsewhere, mistake
 from unishard import Topology
 from unishard.config.rendezvous import rendezvous
 from unishard.testing.models import batch
@@ -149,6 +149,12 @@ def validation_in_training_mode(backend, accumulate):
             for other in engine.batches(unishard.dataloader(data[:8], cfg)):
                 other.pop("index")
                 engine(**other)
+
+
+elsewhere(
+    "`engine.load(saved)` inside a loop over `engine.batches` of a list, a generator or an iterable dataset",
+    "tests/ranks/test_rollback.py::test_a_loop_that_cannot_go_back_says_so",
+)
 
 
 @mistake("`for batch in loader:` over a `unishard.dataloader`, without `engine.batches`")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, repeat
@@ -23,7 +23,7 @@ from unishard.data.wrappers import hides_state, instead_of, unwrapped
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.passes import Passes
-from unishard.engine.loop.training_passes import TrainingPasses
+from unishard.engine.loop.training_passes import TrainingPass, TrainingPasses
 from unishard.observe.observer import Observers
 from unishard.observe.progress import Progress
 
@@ -74,15 +74,32 @@ class Batching:
             yield from self._evaluation.mark_last(unwrapped(loader), chain.from_iterable(all_windows))
             return
         for window in all_windows:
+            loads = self.training.loads
             for batch in window:
                 yield batch
-                if self._order.discarded:
+                if self._order.discarded or self.training.loads != loads:
                     break  # skip the rest of a discarded window
 
     def _windows(
         self, loader: Iterable[Any], lengths: Iterable[int] | None, progress: bool, again: bool
     ) -> Iterator[Window]:
-        order, training = self._order, self._module.training
+        """A pass; where a checkpoint is loaded in its loop, it begins again at the position of that."""
+        left = yield from self._pass(loader, lengths, progress, again)
+        while left is not None:
+            self.training.require_rewind(left, has_lengths=lengths is not None)
+            left = yield from self._pass(loader, lengths, progress, again, rewound=True)
+
+    def _pass(
+        self,
+        loader: Iterable[Any],
+        lengths: Iterable[int] | None,
+        progress: bool,
+        again: bool,
+        *,
+        rewound: bool = False,
+    ) -> Generator[Window, None, TrainingPass | None]:
+        """Read a loader to its end; returns the pass if a checkpoint was loaded in the loop before."""
+        order, training = self._order, rewound or self._module.training
         order.require_open("batches")
         together = (
             self._evaluation.lockstep_open is None
@@ -107,7 +124,7 @@ class Batching:
                     self._device,
                     drop=drop,
                     enter=order.check_sampled if together else None,
-                    begin=check,
+                    begin=None if rewound else check,
                     place=self._place,
                 ):
                     look()
@@ -118,6 +135,8 @@ class Batching:
                         order.begin_window(len(window))
                         self._checks.window(window)
                     yield window if bar is None else window.watched_by(bar.record_batch)
+                    if reading is not None and not reading.open:
+                        return reading
                     if reading is not None:
                         self.training.advance(reading)
             if reading is not None:
@@ -129,6 +148,7 @@ class Batching:
                     f"this pass over engine.batches() read nothing: {type(loader).__name__} is an iterator, which an "
                     "earlier pass has read to its end; pass the loader itself"
                 )
+            return None
         finally:
             if reading is not None:
                 self.training.end(reading)
@@ -150,7 +170,7 @@ class Batching:
         """Batches that the next pass yields."""
         if not self._module.training:
             return length_of(loader)
-        left = self.training.left(unwrapped(loader))
+        left = self.training.left(loader, unwrapped(loader))
         return None if left is None else left - left % self._order.full_window if self._drop_last else left
 
     def _windows_left(self, loader: Iterable[Any], lengths: Iterable[int] | None) -> int | None:

@@ -10,7 +10,7 @@ from unishard.contract.training_facts import PassFacts
 from unishard.data import epochs, position
 from unishard.data.epochs import Epochs
 from unishard.data.loader import ShareLoader
-from unishard.data.position import LoaderPass, Position
+from unishard.data.position import LoaderPass, Position, StatefulLoader
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.phase import Phase
 from unishard.errors import ContractError
@@ -126,6 +126,10 @@ class TrainingPasses:
         self._epochs, self._count = Epochs(), PassCount()
         self.resumed: _Resumed | None = None
         """Of the resumed run, until a training loader uses them."""
+        self.loads = 0
+        """How many checkpoints were loaded with their position."""
+        self._left: list[TrainingPass] = []
+        """The loops in which the last one was loaded."""
 
     @property
     def open(self) -> bool:
@@ -153,13 +157,14 @@ class TrainingPasses:
                 "a loop over engine.batches() in training mode began inside an accumulation window of the loop around "
                 "it; for a validation, call engine.eval() before and engine.train() after it"
             )
-        if position.is_stateful(inner):
+        positioned = position.with_position(loader, inner)
+        if positioned is not None:
             begun.resumed, self.resumed = self.resumed, None
-            done = 0 if begun.resumed is None else position.resume(inner, *begun.resumed, *self._share)
+            done = self._resume(positioned, begun.resumed)
             if isinstance(inner, ShareLoader):
                 inner.require_enough_samples()
                 self._epochs.join(inner)
-            begun.reading = LoaderPass(inner, done, window, loader)
+            begun.reading = LoaderPass(positioned, done, window, loader if positioned is inner else positioned)
         elif self.resumed is not None:
             begun.told = True
             self._warn(
@@ -169,10 +174,21 @@ class TrainingPasses:
         self._now = begun
         return begun
 
+    def _resume(self, loader: StatefulLoader, resumed: _Resumed | None) -> int:
+        """The batches of the epoch that it has read."""
+        if resumed is None:
+            return 0
+        why = position.starts_over(loader, *resumed, *self._share)
+        if why is None:
+            return position.resume(loader, *resumed, *self._share)
+        self._warn(
+            f"the loader starts from its beginning and not at the checkpoint's data position: {why}; train with "
+            "unishard.dataloader(dataset, cfg)"
+        )
+        return 0
+
     def advance(self, of: TrainingPass) -> None:
         """Before a pass reads its next window, or ends: learn what was trained since the last one was read."""
-        if not of.open:  # a checkpoint was loaded inside the loop
-            return
         if self._now is not of and of.updates != self._order.updates and not self._mixed:
             self._mixed = True
             self._warn(
@@ -245,11 +261,12 @@ class TrainingPasses:
             return None
         return facts.model_copy(update={"epoch": None}) if self._mixed else facts
 
-    def left(self, inner: Iterable[Any]) -> int | None:
+    def left(self, loader: Iterable[Any], inner: Iterable[Any]) -> int | None:
         """Batches that the next pass over a loader will yield; None if unknown."""
-        if self.resumed is None or not position.is_stateful(inner):
+        positioned = None if self.resumed is None else position.with_position(loader, inner)
+        if positioned is None or self.resumed is None:
             return position.batches_left(inner)
-        return position.left_after(inner, *self.resumed, *self._share)
+        return position.left_after(positioned, *self.resumed, *self._share)
 
     def resume(self, positions: Sequence[Position | None], world_then: int, passes: PassFacts | None = None) -> None:
         """Let the next training loader resume at the position of another run.
@@ -262,9 +279,39 @@ class TrainingPasses:
         """
         known = [where for where in positions if where is not None]
         self.resumed = (known, world_then) if known and len(known) == len(positions) else None
+        self.loads, opened = self.loads + 1, []
         while self._now is not None:
+            opened += [self._now] if self._now.open else []
             self._now.open, self._now = False, self._now.around
+        self._left = [each for each in opened if each.trained] or opened
         self._mixed, self._updates = False, self._order.updates
         begun = None if self._updates else 0
         self._count = PassCount(None, begun) if passes is None else PassCount(passes.loader, passes.epoch)
         self._epochs.forget()
+
+    def go_on(self) -> None:
+        """Let the open loops go on where they are, after a checkpoint was loaded without its position."""
+        self._updates, now = self._order.updates, self._now
+        while now is not None:
+            now.updates, now = self._updates, now.around
+
+    def require_rewind(self, left: TrainingPass, *, has_lengths: bool) -> None:
+        """Check that a loop in which a checkpoint was loaded can go back to its position.
+
+        Raises:
+            ContractError: It cannot; says why.
+        """
+        if has_lengths:
+            why = "its `lengths` do not go back"
+        elif self._left != [left]:
+            why = "another one was open, too"
+        elif left.reading is None:
+            why = f"{left.loader} has no load_state_dict, so it does not go back to the position of the checkpoint"
+        elif self.resumed is None:
+            why = "the checkpoint has no position in the data"
+        else:
+            return
+        raise ContractError(
+            f"engine.load was called inside this loop over engine.batches(), and {why}; write `break` after the load "
+            "and begin a new loop, or write engine.load(..., data=False), after which the loop goes on where it is"
+        )

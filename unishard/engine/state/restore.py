@@ -96,7 +96,10 @@ def restore(
     epoch = epoch_of(manifest, positions) if data else 0
     notes += [*notes_of_data(manifest, positions, epoch)] if data and run.accumulation is not None else []
     sharing = sharing_of(manifest.config, manifest.world_size)
-    run.batching.resume(positions[::sharing], manifest.world_size // sharing, manifest.passes if data else None)
+    if data or not run.batching.training.open:
+        run.batching.resume(positions[::sharing], manifest.world_size // sharing, manifest.passes if data else None)
+    else:
+        run.batching.training.go_on()
     if verify == "bits":
         on_all(group, reader.compare_bits)
     run.buffers.resume(own, bases)
