@@ -51,3 +51,11 @@ def test_a_misspelled_option_is_refused():
         unishard.DataError, match="does not accept pin_memory_device: it is that of the current accelerator"
     ):
         unishard.dataloader(range(6), CFG, pin_memory_device="cuda")
+
+
+@pytest.mark.parametrize("switch", ["shuffle", "drop_last", "pin_memory", "persistent_workers"])
+@pytest.mark.parametrize("value", ["False", "no", 2, []])
+def test_a_switch_is_true_or_false(switch, value):
+    with pytest.raises(unishard.DataError, match=f"dataloader: {switch} must be True or False, got "):
+        unishard.dataloader(range(6), CFG, **{switch: value})
+    assert len(unishard.dataloader(range(5), CFG, drop_last=1)) == 2

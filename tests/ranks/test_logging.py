@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from harness import BACKENDS, config, in_ranks, in_turn, my_rank, own_share, prepare, refused, train, update
+from harness import BACKENDS, config, heard, in_ranks, in_turn, my_rank, own_share, prepare, refused, train, update
 
 from unishard.config.topology import Topology
 from unishard.contract import registry
@@ -183,6 +183,7 @@ def test_own_values_stand_with_the_step_that_has_just_ended(backend, root):
                 engine.eval()
                 engine.log(**{"eval/loss": 0.25})
                 engine.train()
+        engine.save()
         assert [
             refused(engine.log, **each) for each in ({"loss": 1.0}, {"word": "x"}, {"many": loss.new_zeros(2)})
         ] == [
@@ -190,15 +191,32 @@ def test_own_values_stand_with_the_step_that_has_just_ended(backend, root):
             "ContractError: log: word must be a number or a tensor with one, got 'x'",
             "ContractError: log: many must be one number, got a tensor of shape (2,); pass its mean, many.mean()",
         ]
+        engine.log(last=0.75)
+        engine.load()
     found = {}
     for line in lines(root):
         assert not found.get(line["step"], {}).keys() & (line.keys() - {"step"}), "no value twice"
         found.setdefault(line["step"], {}).update(line)
     assert list(found) == [2, 4, 5]
+    assert found[5]["last"] == 0.75, "before a load"
     assert (found[2]["eval/loss"], found[2]["main"]) == (0.25, 1.0)
     assert [found[step]["turn"] for step in (2, 4, 5)] == [1.5, 3.5, 5]
     assert found[2]["checkpoint_seconds"] > 0
     assert "mine" in found[4]
+
+
+@in_turn
+@in_ranks
+def test_values_that_are_written_nowhere_are_said_once(backend, root):
+    said = []
+    for sections in ({}, {"logging": {"to": []}}):
+        with prepare(config(backend, **sections)) as engine, heard() as lines:
+            engine.log(accuracy=0.5)
+            engine.log(accuracy=0.5)
+            said.append([line for line in lines if "logging.to names no destination" in line])
+    first = "engine.log(accuracy=...): logging.to names no destination, so nothing is written; "
+    assert [len(each) for each in said] == [int(my_rank() == 0), 0]
+    assert all(line.startswith(first) for line in said[0])
 
 
 # -- what cannot be written ------------------------------------------------------------------------

@@ -239,8 +239,8 @@ def dataloader(
 
     Raises:
         ConfigError: `parallel.sequence.size` does not divide the ranks.
-        DataError: The dataset is iterable-style, empty, or too small for `drop_last`; or an option is set by the
-            config.
+        DataError: The dataset is iterable-style, empty, or too small for `drop_last`; an option is set by the config;
+            or a switch is neither True nor False.
         TypeError: There is no such option.
         ValueError: torch refuses the options, such as `prefetch_factor` without workers.
     """
@@ -252,6 +252,10 @@ def dataloader(
         )
     expect_config(cfg)
     prelaunch_errors.install()
+    switches = {"shuffle": shuffle, "drop_last": drop_last, "persistent_workers": persistent_workers}
+    for name, value in (switches | ({} if pin_memory is None else {"pin_memory": pin_memory})).items():
+        if value not in (True, False):
+            raise DataError(f"dataloader: {name} must be True or False, got {value!r:.60}")
     for name in refused:
         if name not in _DECIDED:
             raise TypeError(f"dataloader() got an unexpected keyword argument {name!r}")

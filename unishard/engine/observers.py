@@ -12,6 +12,7 @@ from unishard.observe.observer import Observer, Observers
 from unishard.observe.position import Position
 from unishard.observe.profiling import Profiling
 from unishard.observe.recorder import MetricsRecorder
+from unishard.observe.unlogged import Unlogged
 
 
 def observers_of(spec: ObserveSpec, adapter: EngineAdapter, order: Position, memory: ExpectedMemory) -> Observers:
@@ -27,4 +28,6 @@ def observers_of(spec: ObserveSpec, adapter: EngineAdapter, order: Position, mem
         watching.append(ModuleRecorder(spec.logging, adapter, order))
     if spec.logging.to:
         watching.append(MetricsRecorder(spec, adapter, order, memory.sent_bytes))
+    elif "to" not in spec.logging.model_fields_set and dist.get_rank() == 0:
+        watching.append(Unlogged())
     return Observers(*watching)

@@ -195,7 +195,10 @@ class MetricsRecorder(Observer):
             self._saving += seconds
 
     def on_load(self) -> None:
-        """Continue after the step of a checkpoint."""
+        """Write what waits, such as what was logged of the model that is left, and continue after the step of a
+        checkpoint.
+        """
+        self._write()
         self._reset()
         self._due = False
         self._to.resume(self._order.updates)

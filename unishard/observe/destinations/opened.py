@@ -78,8 +78,7 @@ class Destinations:
         atexit.register(self.close)
 
     def resume(self, step: int) -> None:
-        """Forget what waits, and continue after a step."""
-        self._measured, self._logged = {}, {}
+        """Continue after a step."""
         for name in list(self._writers):
             self._attempt(name, lambda writer: writer.resume(step))
 
