@@ -185,6 +185,15 @@ def test_a_later_checkpoint_that_was_deleted_or_renamed_is_told(tmp_path: Path) 
     assert finding.newer_than_latest(tmp_path) is None
 
 
+def test_an_older_checkpoint_that_latest_was_set_to_is_told(tmp_path: Path) -> None:
+    former(tmp_path)
+    (tmp_path / "latest").write_text("step-00000010\n")
+    assert finding.newer_than_latest(tmp_path) == (
+        f"{tmp_path}/latest names step-00000010, and step-00000030 was saved after it; to go back, load "
+        f"{tmp_path}/step-00000010 by its path, or delete the later ones"
+    )
+
+
 def test_a_clock_that_went_back_does_not_hide_a_checkpoint(tmp_path: Path) -> None:
     former(tmp_path)
     save(tmp_path, 40, written=stamp(5))

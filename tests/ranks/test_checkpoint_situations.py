@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import in_ranks, in_turn, on_ranks, refused, steps
+from harness import heard, in_ranks, in_turn, on_ranks, refused, steps
 from harness.faults import stopped
 from harness.training import ADAMW, OTHER, checked, config, losses_of, my_rank, own_share, prepare, train, update
 from torch import nn
@@ -72,6 +72,35 @@ def test_a_signal_reaches_every_engine_and_is_given_back_in_any_order(backend, r
     first.close()
     second.close()
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@in_turn
+@in_ranks(world=1)
+def test_a_handler_of_the_script_beside_on_signal_is_said(backend, root):
+    def mine(number, frame):
+        came.append(number)
+
+    def chained(number, frame):
+        former(number, frame)
+
+    came, cfg = [], config(backend, "no_shard", checkpoint={"dir": root, "on_signal": ["USR1"]})
+    with heard() as lines:
+        signal.signal(signal.SIGUSR1, mine)
+        engine = prepare(cfg)
+        train(engine, own_share(1))
+        former = signal.signal(signal.SIGUSR1, chained)
+        train(engine, own_share(2))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(SystemExit):
+            train(engine, own_share(1))
+        engine.close()
+    where = "test_a_handler_of_the_script_beside_on_signal_is_said.<locals>"
+    assert [line for line in lines if "on_signal" in line] == [
+        f"checkpoint.on_signal: SIGUSR1 had a handler, {where}.mine, which is not called while this engine is open",
+        f"checkpoint.on_signal: SIGUSR1 has another handler since prepare, {where}.chained: a save follows only if that "
+        "calls the one before it, which signal.signal returned",
+    ]
+    assert came == []
 
 
 @in_turn

@@ -175,10 +175,11 @@ def by_auto_class(backend, where):
     for cls in (AutoModelForCausalLM, LlamaForCausalLM):
         model = unishard.from_pretrained(cls, path, cfg, attn_implementation="eager")
         found = type(model).__name__, model.config._attn_implementation
+        early = refused_by(model, **inputs("llama")[0])
         with unishard.prepare(model, cfg, train=False) as engine:
             losses.append([engine(**batch).loss.item() for batch in inputs("llama")])
     trusting = refused_by(unishard.from_pretrained, AutoModelForCausalLM, path, cfg, trust_remote_code=True)
-    return found, losses, trusting
+    return found, losses, trusting, early
 
 
 def refused(backend, cls, name, where):
@@ -262,10 +263,13 @@ def test_adapters_on_a_pretrained_model_train_alike_inside_init_which_an_error_p
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_auto_class_loads_the_class_of_the_config_and_trusts_no_code(backend):
-    for found, (by_auto, by_class), trusting in values(played(backend)[by_auto_class, (backend, folder())]):
+    for found, (by_auto, by_class), trusting, early in values(played(backend)[by_auto_class, (backend, folder())]):
         assert found == ("LlamaForCausalLM", "eager")
         assert by_auto == by_class
         assert "never runs code of a folder; leave trust_remote_code out" in trusting
+        assert (
+            "from unishard.from_pretrained ran before unishard.prepare, which reads its weights; call engine" in early
+        )
 
 
 @pytest.mark.parametrize("case", REFUSED, ids="-".join)

@@ -120,8 +120,8 @@ def latest(root: Path) -> Path | None:
 
 
 def newer_than_latest(root: Path) -> str | None:
-    """A checkpoint that was saved after the one that `latest` returns and has been renamed or deleted, and what to do;
-    None if there is none.
+    """A checkpoint that was saved after the one that `latest` returns and has been renamed or deleted, or an older one
+    that the file `latest` names, and what to do; None if there is none.
 
     Raises:
         CheckpointError: The root is a file, or cannot be read.
@@ -136,8 +136,15 @@ def newer_than_latest(root: Path) -> str | None:
             right = name_of(other.step)
             return f"{other.path} is a checkpoint under another name than {right}, which is not found; rename it"
     pointed = _named(root)
-    if pointed is None or pointed in {checkpoint.name for checkpoint in known}:
+    names = {checkpoint.path: checkpoint.name for checkpoint in known}
+    last = latest(root)
+    if pointed is None or (last is not None and names[last] == pointed):
         return None
+    if last is not None and pointed in names.values():
+        return (
+            f"{root / LATEST} names {pointed}, and {names[last]} was saved after it; to go back, load "
+            f"{root / pointed} by its path, or delete the later ones"
+        )
     return f"{root / LATEST} names {pointed}, which is not there; put it back, or remove that file to go on without it"
 
 

@@ -31,6 +31,7 @@ from unishard.engine.model.activation_offload import units as activation_offload
 from unishard.engine.model.batch_norm import name_synchronized
 from unishard.engine.model.plain_modules import PREPARED
 from unishard.engine.model.quantization.adoption import adopt
+from unishard.engine.model.unprepared import allow_forwards
 from unishard.engine.optim import stepping
 from unishard.engine.optim.eight_bit import share_blocks
 from unishard.engine.optim.matrices import share_matrices
@@ -106,6 +107,7 @@ def prepare(
         _agree(fingerprint_of(model, cfg, topology, optimizer, train=train))
         _require_new(model)
         _free_closed_engines()
+        allow_forwards(model)
         adopt(model)
         plan = resolve(model, cfg, topology, optimizer, scheduler, train=train)
         with ExitStack() as on_error:

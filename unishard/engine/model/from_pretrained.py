@@ -19,6 +19,7 @@ from unishard.distributed import agreement
 from unishard.engine.model.initialization import without_data
 from unishard.engine.model.quantization.loading import quantize
 from unishard.engine.model.quantization.requirements import require_installed
+from unishard.engine.model.unprepared import refuse_forwards
 from unishard.engine.model.weight_files import facts_of, files_of, instead_of, opened, shapes_of
 from unishard.engine.model.weight_sources import sources_of
 from unishard.errors import ModelError
@@ -83,6 +84,7 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
             buffers[name].copy_(source.read(0, buffers[name].numel()).view(buffers[name].shape))
     if cfg.quantization.on:
         quantize(model, cfg.quantization)
+    refuse_forwards(model)
     with explain_lost_connections(), monitor_client.blocking_call():
         agreement.agree(facts_of(folder, files), f"files in {folder}")
     return model.eval()

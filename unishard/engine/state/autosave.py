@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -21,6 +22,8 @@ EXIT_CODE = 85
 """Exit code of a process that saved because of a signal, so that its launcher can tell this from a failure."""
 
 _TIME, _SIGNAL = 1, 2
+
+_logger = logging.getLogger("unishard")
 
 
 class Cause(NamedTuple):
@@ -61,8 +64,12 @@ class Autosave:
             )
         for name in cfg.on_signal:
             number = signal.Signals[name]
-            self._former[number] = signal.signal(number, self._catch)
+            self._former[number] = former = signal.signal(number, self._catch)
             launcher.saving.append(number)
+            if _is_users(former):
+                _say("%s had a handler, %s, which is not called while this engine is open", number, former)
+        self._watched = set(self._former)
+        """The signals whose handlers are still this one, or that of another engine."""
 
     def due(self, updates: int) -> Cause | None:
         """Decide whether to save now.
@@ -72,6 +79,14 @@ class Autosave:
         Args:
             updates: The number of updates made.
         """
+        for number in [number for number in self._watched if _is_users(signal.getsignal(number))]:
+            self._watched.discard(number)
+            _say(
+                "%s has another handler since prepare, %s: a save follows only if that calls the one before it, which "
+                "signal.signal returned",
+                number,
+                signal.getsignal(number),
+            )
         code = self._agreed() if self._seconds is not None or self._former else 0
         if code & _SIGNAL:
             self._saving = True
@@ -117,6 +132,18 @@ class Autosave:
             handler = owner._former[number]
         signal.signal(number, signal.SIG_DFL if handler is None else handler)
         os.kill(os.getpid(), number)
+
+
+def _is_users(handler: Any) -> bool:
+    """Whether a handler of a signal is neither Python's nor of an engine."""
+    ours = isinstance(getattr(handler, "__self__", None), Autosave)
+    return callable(handler) and handler is not signal.default_int_handler and not ours
+
+
+def _say(text: str, number: int, handler: Any) -> None:
+    if dist.get_rank() == 0:
+        name = getattr(handler, "__qualname__", None) or repr(handler)
+        _logger.warning(f"checkpoint.on_signal: {text}", signal.Signals(number).name, name)
 
 
 def _open(number: int, handler: Any) -> Any:
