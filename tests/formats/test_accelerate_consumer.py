@@ -24,6 +24,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from unishard import formats
 from unishard.config.topology import Topology
 from unishard.formats import catalog
+from unishard.formats.verify import verify
 
 EIGHT = Topology(world_size=8, local_world_size=8)
 SIXTEEN = Topology(world_size=16, local_world_size=8)
@@ -274,3 +275,44 @@ def test_the_table_has_every_key_of_accelerate():
     assert fields <= known
     older = {"fp16", "dynamo_backend", "ipex_config", "xpu_config", "tp_config", "tpu_cluster"}
     assert known - fields == older | {"env", "kt_config"}
+
+
+def test_a_file_of_its_own_is_taken_again(tmp_path):
+    (tmp_path / "ds.json").write_text(
+        json.dumps(
+            {
+                "zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0, "reduce_bucket_size": "auto"},
+                "bf16": {"enabled": True},
+                "train_micro_batch_size_per_gpu": "auto",
+            }
+        )
+    )
+    named = {
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"deepspeed_config_file": "ds.json"},
+        "num_processes": 2,
+        "num_machines": 1,
+    }
+    alone = {"distributed_type": "NO", "gpu_ids": "0", "num_processes": 1, "num_machines": 1}
+    for document in (named, alone):
+        path = tmp_path / "accelerate.yaml"
+        path.write_text(json.dumps(document))
+        again = formats.translate(path, "accelerate")
+        verified = verify(again)
+        assert verified.clean
+        assert not verified.effective.refused
+        assert again.document.items() >= document.items()
+    path.write_text(json.dumps(named))
+    changed = formats.translate(path, "accelerate", overrides=["training.gradient_clipping=0.5"])
+    assert verify(changed).effective.settings["training.gradient_clipping"] == 0.5
+    assert "deepspeed_config_file" not in changed.document["deepspeed_config"]
+
+
+def test_what_accelerate_refuses_is_not_excused_by_what_is_still_open():
+    outcome = formats.translate(
+        {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}, "accelerate", from_="deepspeed"
+    )
+    assert outcome.reading.undecided
+    verified = verify(outcome._replace(text=f"{outcome.text}no_such_key: 1\n"))
+    assert verified.effective.refused
+    assert not verified.clean

@@ -14,7 +14,7 @@ from unishard.contract.rules import Fit, Rule
 from unishard.errors import ConfigError, Problem
 from unishard.formats.accelerate.deepspeed import FILE, NAMES, NO_FILE, opened
 from unishard.formats.accelerate.deepspeed_rules import DEEPSPEED_RULES, SAVE, SAVE_KEY
-from unishard.formats.accelerate.entries import block_of, kind_of, precision_of
+from unishard.formats.accelerate.entries import NO_WORDS, block_of, kind_of, precision_of
 from unishard.formats.accelerate.rules import FSDP_RULES
 from unishard.formats.documents import yaml_text
 from unishard.formats.reading import ReadDocument
@@ -96,9 +96,15 @@ def expressed(reading: ReadDocument, topology: Topology) -> RenderedDocument:
         **_group_words(reading, topology, rendered.fields["sharding.strategy"]),
         **_sharing_words(reading, topology, rendered.fields["parallel.sequence.size"]),
     }
-    return RenderedDocument(
-        merge(rendered.document, merge(_ranks(reading, topology), _starts(config, topology))), words
-    )
+    document = merge(rendered.document, merge(_ranks(reading, topology), _starts(config, topology)))
+    return RenderedDocument(merge(document, _alone(reading, topology, document)), words)
+
+
+def _alone(reading: ReadDocument, topology: Topology, document: Native) -> Native:
+    """The word for one process without an engine, which Accelerate wants with one GPU; with `MULTI_GPU`, two."""
+    said = reading.format == "accelerate" and reading.source.data.get("distributed_type") in NO_WORDS
+    one = said or "," not in document.get("gpu_ids", ",")
+    return {"distributed_type": "NO"} if one and topology.world_size == 1 and "MULTI_GPU" in document.values() else {}
 
 
 def _ranks(reading: ReadDocument, topology: Topology) -> Native:

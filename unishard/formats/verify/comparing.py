@@ -51,12 +51,10 @@ class Verification(NamedTuple):
 
     @property
     def clean(self) -> bool:
-        """Whether every difference is reported, and the consumer takes the translation.
-
-        It may refuse one that still has values to decide, and what it refuses in the source.
+        """Whether every difference is reported, and the consumer takes the translation; what it refuses in the source,
+        it may refuse again.
         """
-        excused = self.needs_input or self.effective.refused == self.source.refused
-        return not self.unreported and (not self.effective.refused or excused)
+        return not self.unreported and self.effective.refused in ("", self.source.refused)
 
 
 def verify(outcome: Outcome) -> Verification:
