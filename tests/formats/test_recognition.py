@@ -3,6 +3,7 @@ is guessed."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +222,36 @@ def test_python_is_not_run(text: str, what: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=what):
         recognized(path)
+
+
+ZERO = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+
+
+@pytest.mark.parametrize(
+    ("document", "key"),
+    [
+        ({"deepspeed_config": ZERO, "name": "x"}, "deepspeed_config"),
+        ({"deepspeed": {"config": ZERO}, "model": "x"}, "deepspeed.config"),
+        ({"a": {"b": {"c": {"d": {"e": {"f": {"g": ZERO}}}}}}}, "a.b.c.d.e.f.g"),
+        (
+            {"sequence_parallel_size": 8, "deepspeed": ZERO, "optimizer": {"type": "AdamW", "learning_rate": 1e-5}},
+            "deepspeed",
+        ),
+    ],
+)
+def test_a_config_of_deepspeed_is_found_inside_and_the_advice_finds_it_too(
+    document: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "c.json"
+    file.write_text(json.dumps(document))
+    with pytest.raises(ConfigError) as error:
+        read(file)
+    assert f"the config of DeepSpeed in it ({key}) is read with `unishard translate --from deepspeed`" in str(
+        error.value
+    )
+    config = read(file, "deepspeed").config
+    assert (config.sharding.strategy, config.precision.compute, config.training.micro_batch_size) == (
+        "shard_grad_op",
+        "bf16",
+        2,
+    )

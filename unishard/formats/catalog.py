@@ -22,7 +22,7 @@ OF_HYDRA = (
 """What to do with a config that Hydra composes or builds."""
 _INSIDE = ("deepspeed", "deepspeed_config", "ds_config")
 """Keys of other tools' files below which a config of DeepSpeed stands."""
-_DEEPEST = 6
+_ZERO = "zero_optimization"
 _ENOUGH_INSIDE = 3
 """Weight of the keys from which on a mapping is a config of DeepSpeed, and not that of another tool around it."""
 
@@ -112,15 +112,10 @@ class InnerConfig(NamedTuple):
 
 def block(source: Source) -> InnerConfig | None:
     """DeepSpeed's own config in the file of a tool that only hands it on, whose other keys unishard does not read, or
-    in the file that it names; None where there is none, or the document is one itself.
+    in the file that it names; None where there is none, or the document is rather one itself.
     """
-    markers = get(BLOCKS).markers
-    if markers.weight(source.data) and not named(source.data):
-        return None
-    candidates = [
-        InnerConfig(*one) for one in _blocks(source, (), source.data) if markers.weight(one[1].data) >= _ENOUGH_INSIDE
-    ]
-    if not candidates:
+    candidates = [InnerConfig(*one) for one in _blocks(source, (), source.data)]
+    if not candidates or (_weight(candidates[0].source.data) <= _weight(source.data) and not named(source.data)):
         return None
     first, *others = candidates
     differ = [one.key for one in others if one.source.data != first.source.data]
@@ -134,16 +129,24 @@ def block(source: Source) -> InnerConfig | None:
     )
 
 
+def _weight(data: Mapping[str, Any]) -> int:
+    """How much a mapping speaks for a config of DeepSpeed."""
+    return get(BLOCKS).markers.weight(data)
+
+
 def _blocks(source: Source, path: Path, data: Mapping[str, Any]) -> Iterator[tuple[str, Source]]:
+    """Each mapping that is a config of DeepSpeed: it stands below a key for one, or has the section that none lacks."""
     for key, value in data.items():
         here = (*path, key)
-        if key in _INSIDE and isinstance(value, str):
-            if inner := _named(source, value):
+        if isinstance(value, str) and key in _INSIDE:
+            inner = _named(source, value)
+            if inner and _weight(inner.data) >= _ENOUGH_INSIDE:
                 yield f"{'.'.join(here)}: {value}", inner
-        elif isinstance(value, Mapping) and len(here) < _DEEPEST:
-            if key in _INSIDE:
+        elif isinstance(value, Mapping):
+            if (set(_INSIDE) & set(here) or _ZERO in value) and _weight(value) >= _ENOUGH_INSIDE:
                 yield ".".join(here), source._replace(data=value, origins=source.origins.below(here), repeats=())
-            yield from _blocks(source, here, value)
+            else:
+                yield from _blocks(source, here, value)
 
 
 def _named(source: Source, name: str) -> Source | None:
@@ -169,20 +172,20 @@ def recognise(source: Source) -> Format:
     if len(rivals) > 1:
         best = max(coverage[name].share for name in rivals)
         rivals = [name for name in rivals if coverage[name].share == best]
-    if len(rivals) == 1:
+    inner = block(source)
+    if len(rivals) == 1 and not (inner and _overlooks(rivals[0], source, inner)):
         return get(rivals[0])
     keys = ", ".join(list(source.data)[:5]) or "none"
-    if rivals:
+    if len(rivals) > 1:
         message = (
             f"matches several formats: {', '.join(rivals)} (its keys: {keys}); name one with `unishard translate "
             "--from`"
         )
     elif likely:
         unknown = coverage[likely[0]].unknown
-        message = (
-            f"resembles a config of {get(likely[0]).tool}, which does not know most of its keys "
-            f"({', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}); if it is one: `unishard translate "
-            f"--from {likely[0]}`"
+        named_ = f" ({', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''})" if unknown else ""
+        message = f"resembles a config of {get(likely[0]).tool}, which does not know most of its keys{named_}" + (
+            _or_inside(inner) if inner else f"; if it is one: `unishard translate --from {likely[0]}`"
         )
     else:
         hint = _or_as(source) or f"; name one with `unishard translate --from`: {', '.join(NAMES)}"
@@ -223,17 +226,21 @@ def instead(tool: OtherTool, source: Source) -> str:
 
 
 def _or_as(source: Source) -> str:
-    """The format that the keys of a document speak for, as one asks for it; empty where they speak for none."""
-    weights = _weights(source.data)
-    best = max(weights, key=lambda name: weights[name])
-    if weights[best] >= _ENOUGH:
-        return f", or read it with `unishard translate --from {best}`"
-    inner = block(source)
-    return (
-        f"; the config of DeepSpeed in it ({inner.key}) is read with `unishard translate --from {BLOCKS}`"
-        if inner
-        else ""
-    )
+    """The format in which a document, or what it holds of DeepSpeed, is read if one asks for it; empty for none."""
+    if inner := block(source):
+        return _or_inside(inner)
+    best, weight = _loudest(source.data)
+    return f", or read it with `unishard translate --from {best}`" if weight >= _ENOUGH else ""
+
+
+def _or_inside(inner: InnerConfig) -> str:
+    return f"; the config of DeepSpeed in it ({inner.key}) is read with `unishard translate --from {BLOCKS}`"
+
+
+def _overlooks(name: str, source: Source, inner: InnerConfig) -> bool:
+    """Whether a tool does not know what it would hand on to DeepSpeed."""
+    entries = get(name).read(source).entries
+    return any(entry.effect.unknown and f"{entry.key}.".startswith(f"{inner.key}.{_ZERO}.") for entry in entries)
 
 
 def _coverage(name: str, source: Source) -> Coverage:
@@ -244,9 +251,13 @@ def _coverage(name: str, source: Source) -> Coverage:
 
 def loudest(source: Source) -> tuple[str, int]:
     """The format that the keys of a document speak for most, and the sum of their weights; 0 for not at all."""
-    weights = _weights(source.data)
-    best = max(weights, key=lambda name: weights[name])
-    return best, 0 if _foreign(source) else weights[best]
+    best, weight = _loudest(source.data)
+    return best, 0 if _foreign(source) else weight
+
+
+def _loudest(data: Mapping[str, Any]) -> tuple[str, int]:
+    weights = _weights(data)
+    return max(weights.items(), key=lambda one: one[1])
 
 
 def loudly_of_hydra(source: Source) -> bool:
