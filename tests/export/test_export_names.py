@@ -353,11 +353,13 @@ def test_assets_come_back_out_of_their_files() -> None:
     [
         {"assets/export.json": b'{"kind": "plain", "names": {"../elsewhere": {"a": "a"}}}'},
         {"assets/export.json": b'{"kind": "plain", "names": {"/elsewhere": {"a": "a"}}}'},
+        {"assets/export.json": b'{"kind": "plain", "names": {"elsewhere\\u0000": {"a": "a"}}}'},
+        {"assets/export.json": b'{"kind": "plain", "names": {"elsewhere\\ud800": {"a": "a"}}}'},
         {"assets/export.json": b'{"kind": "plain", "names": {}}', "assets/../../elsewhere": b""},
     ],
 )
 def test_assets_do_not_write_outside_their_folder(files: dict[str, bytes]) -> None:
-    with pytest.raises(CheckpointError, match=r"elsewhere lies outside the folder; do not trust this checkpoint"):
+    with pytest.raises(CheckpointError, match=r"elsewhere.*' lies outside the folder; do not trust this checkpoint"):
         Assets.from_files(files)
 
 

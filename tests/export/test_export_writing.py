@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import sys
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch
 from exporting import adapted, checkpoint, contents, cut, stretches_of, tensors_in, tiny
 from torch import nn
 
-from unishard.checkpoint.export import online, writing
+from unishard.checkpoint.export import destination, online, writing
 from unishard.checkpoint.export.offline import export_checkpoint
 from unishard.checkpoint.export.online import export
 from unishard.distributed.lazy_shards import LazyShard
@@ -197,6 +198,48 @@ def test_an_earlier_export_is_replaced_as_a_whole_or_not_at_all(
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
     assert torch.equal(tensors_in(out)["weight"], new.weight)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
+@pytest.mark.parametrize("rename", [1, 2, 3])
+def test_a_killed_export_leaves_one_of_both_and_the_next_cleans_up(rename: int, tmp_path: Path) -> None:
+    """Killed just before this rename: of the folder, of the draft, of what was replaced."""
+    sources = [checkpoint(tmp_path / f"checkpoint-{kind}", tiny(kind)) for kind in ("Llama", "GPT2")]
+    out, wanted = tmp_path / "exports" / "out", []
+    for number, source in enumerate(sources):
+        export_checkpoint(source, tmp_path / str(number))
+        wanted.append(contents(tmp_path / str(number)))
+    export_checkpoint(sources[0], out)
+    if (child := os.fork()) == 0:
+        left = rename
+
+        def count(event: str, _: Any) -> None:
+            nonlocal left
+            left -= event == "os.rename"
+            if not left:
+                os._exit(9)
+
+        sys.addaudithook(count)
+        try:
+            export_checkpoint(sources[1], out, overwrite=True)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    with pytest.raises(CheckpointError, match="exists and is not an empty folder"):
+        export_checkpoint(sources[1], out)
+    there = contents(out)
+    there.pop(".owner", None)
+    assert there == wanted[rename == 3]
+    export_checkpoint(sources[1], out, overwrite=True)
+    assert contents(out) == wanted[1]
+    assert os.listdir(out.parent) == ["out"]
+
+
+def test_an_export_that_is_being_written_is_left_alone(tmp_path: Path) -> None:
+    draft = destination.begin(tmp_path / "out")
+    (tmp_path / ".old-out-01234567").mkdir()
+    destination.clean(tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([draft.name, ".old-out-01234567"])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -40,9 +41,15 @@ def path_of(path: str | Path, call: str) -> Path:
     if bad:
         raise ContractError(f"{call}: {path!r:.200} is not a path; pass the path of a directory")
     try:
-        return Path(expanded(path))
+        place = Path(expanded(path))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            place.lstat()
     except ValueError as error:
         raise ContractError(f"{call}: {str(path)!r} {error}") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ContractError(f"{call}: {str(path)!r:.200} is too long for the file system; shorten it") from None
+    return place
 
 
 def read_bytes(path: Path, most: int | None = None) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path, PurePath
 
 
@@ -41,4 +42,8 @@ def file_inside(folder: Path, name: str) -> Path:
 def leaves(name: str) -> bool:
     """Whether a name leads out of the folder that it is relative to, or cannot be a path."""
     path = PurePath(name)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return True
     return not name or "\0" in name or path.is_absolute() or ".." in path.parts

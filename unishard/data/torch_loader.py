@@ -138,7 +138,7 @@ class _LaterBatches(Sampler[list[int]]):
 
     def __next__(self) -> list[int]:
         self.leave_out()
-        return next(self._order)  # type: ignore[no-any-return]
+        return next(self._order)
 
     def leave_out(self) -> None:
         """Draw the order, as a loader does after it has drawn the seed of its workers."""

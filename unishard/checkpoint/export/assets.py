@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import PurePosixPath
 from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from unishard.checkpoint.inside_folder import leaves
 from unishard.distributed.dtypes import DTYPES, name_of
 from unishard.errors import CheckpointError
 
@@ -145,9 +145,8 @@ def require_inside(name: str) -> None:
     Raises:
         CheckpointError: It does not.
     """
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise CheckpointError(f"{name} lies outside the folder; do not trust this checkpoint")
+    if leaves(name):
+        raise CheckpointError(f"{name!r:.200} lies outside the folder; do not trust this checkpoint")
 
 
 def _set_dtype(config: dict[str, object], dtype: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unishard.checkpoint import shared_folder
 from unishard.checkpoint.disk import fsync
-from unishard.checkpoint.export.destination import hidden, move_in, require_free
+from unishard.checkpoint.export.destination import begin, clean, move_in, require_free
 from unishard.checkpoint.export.plan import ExportedTensor, File
 from unishard.checkpoint.export.shares import missing, share
 from unishard.distributed.lazy_shards import LazyShard
@@ -71,12 +71,11 @@ def write(
 
 def _begin(folder: Path, files: Sequence[File], overwrite: bool) -> str:
     """Create the draft folder, with every file at its full size."""
-    draft = hidden(folder, "tmp")
     with _os_errors(folder):
+        clean(folder)
         require_free(folder, overwrite=overwrite)
+        draft = begin(folder)
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            draft.mkdir()
             for file in files:
                 path = draft / file.name
                 path.parent.mkdir(parents=True, exist_ok=True)
