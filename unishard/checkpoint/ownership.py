@@ -119,6 +119,18 @@ def confirm(root: Path) -> None:
         )
 
 
+def follow(root: Path, holder: object, run: Callable[[], str]) -> None:
+    """Rank 0: `confirm`, or own the directory to which a link leads that was put in the place of the one owned.
+
+    Raises:
+        CheckpointError: Another run owns it, or it cannot be written.
+    """
+    if _here(root) is None:
+        _own(root, holder, run, None, writes=True)
+    else:
+        confirm(root)
+
+
 def is_lost(root: Path) -> bool:
     """Whether this process has owned a directory that is another run's now."""
     owned = _here(root)

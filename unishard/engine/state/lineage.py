@@ -120,8 +120,14 @@ class Lineage:
         return name._replace(other_run_present=name.other_run_present or taken)
 
     def _known(self, root: Path) -> RunName | None:
-        """The run's name there, if it has saved there or was resumed from there."""
+        """The run's name there, if it has saved there or was resumed from there; also once that has been moved, and a
+        link put in its place.
+        """
         place = root.resolve()
-        if self._resumed is not None and self._resumed[0] == place:
-            return self._resumed[1]
-        return self._saved.get(place)
+        known = self._saved | ({} if self._resumed is None else dict([self._resumed]))
+        if place in known:
+            return known[place]
+        moved = [name for former, name in known.items() if former.resolve() == place]
+        newest = finding.latest(root) if moved else None
+        header = None if newest is None else header_of(newest)
+        return next((name for name in moved if header is not None and header.run == name.run), None)

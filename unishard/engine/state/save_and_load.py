@@ -101,11 +101,11 @@ class SaveAndLoad:
         """Rank 0: the run under which a step is saved; before the first save in a directory, clean up after a killed
         run.
         """
-        ownership.confirm(root)
+        ownership.follow(root, self, lambda: self._lineage.run_in(root))
         name = self._lineage.name(root, step)
-        if root not in self._cleaned:
+        if root.resolve() not in self._cleaned:
             directory.clean(root)
-            self._cleaned.add(root)
+            self._cleaned.add(root.resolve())
         return name
 
     def on_save(self, state: Callable[[], Any]) -> None:
@@ -249,7 +249,7 @@ class SaveAndLoad:
             if _savers.get(root.resolve()) is self:
                 del _savers[root.resolve()]
             self._owned.discard(root)
-            self._cleaned.discard(root)
+            self._cleaned.discard(root.resolve())
             ownership.release(self, root)
         self._leaving.clear()
 
