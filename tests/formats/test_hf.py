@@ -124,7 +124,8 @@ FACTORY = {
 
 def test_without_bf16_and_fp16_the_dtype_of_the_model_counts() -> None:
     assert fields({**FACTORY, "torch_dtype": "bfloat16"})["precision.compute"] == "bf16"
-    assert "precision.compute" not in fields({**FACTORY, "torch_dtype": "bfloat16", "bf16": False})
+    assert fields({**FACTORY, "torch_dtype": "bfloat16", "bf16": False})["precision.master"] == "bf16"
+    assert "precision.master" not in fields({**FACTORY, "torch_dtype": "bfloat16", "bf16": True})
 
 
 def test_keys_about_nothing_but_the_tool_are_kept_in_its_own_format() -> None:

@@ -17,6 +17,7 @@ from unishard.formats import catalog, read, translate
 from unishard.formats.hf.dialects import DIALECT
 from unishard.formats.markers import by_entries
 from unishard.formats.other_tools import tools
+from unishard.formats.remedies import remedy
 from unishard.formats.source import open_source
 
 FILES = yaml.safe_load((Path(__file__).parent / "files_of_other_tools.yaml").read_text(encoding="utf-8"))
@@ -199,6 +200,27 @@ def test_of_two_formats_that_a_file_speaks_for_as_much_the_one_that_knows_more_c
 def test_what_people_write_is_explained(name: str) -> None:
     for data in SEEDS[name]:
         assert catalog.get(name).coverage(open_source(data)).most
+
+
+@pytest.mark.parametrize("name", ["hf", "deepspeed", "llamafactory"])
+def test_a_document_that_says_nothing_is_no_config(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "nothing.yaml"
+    path.write_text("model: {path: m}\ncolor: red\n")
+    with pytest.raises(ConfigError, match="so that the engine and all else are unknown; name its format with --from"):
+        translate(path, "trl", from_=name)
+
+
+def test_of_arguments_that_are_silent_the_engine_is_asked(tmp_path: Path) -> None:
+    path = tmp_path / "quick.yaml"
+    path.write_text("model_name_or_path: m\ndataset_name: d\n")
+    with pytest.raises(ConfigError, match="does not say its engine"):
+        translate(path, "unishard", from_="trl")
+    plain = translate(path, "unishard", from_="trl", overrides=["sharding.strategy=no_shard"]).reading.config
+    assert (plain.optimizer.lr, plain.precision.compute) == (2e-5, "bf16")
+
+
+def test_of_a_document_that_is_unknown_nothing_works_without_its_keys() -> None:
+    assert remedy(open_source({"color": "red"}), "trl", from_="accelerate") is None
 
 
 def test_a_reading_that_knows_nothing_explains_nothing() -> None:

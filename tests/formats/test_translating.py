@@ -125,7 +125,7 @@ def test_strict_makes_an_approximation_an_error() -> None:
 
 @pytest.mark.usefixtures("toy")
 def test_what_concerns_the_tool_alone_is_kept_in_its_own_format_and_dropped_elsewhere() -> None:
-    data = {"log": {"every": 5}, "xyz": 1, "magic": False}
+    data = {"log": {"every": 5}, "xyz": 1, "magic": False, "batch": 2}
     same, other = translate(data, "toy", from_="toy"), translate(data, "unishard", from_="toy")
     assert {key: same.document[key] for key in data} == data
     assert {item(same, key).fit for key in ("log", "xyz", "magic")} == {Fit.EXACT}

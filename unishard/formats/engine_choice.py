@@ -1,4 +1,6 @@
-"""Which files leave the engine to a launcher outside of them: they are refused until something says it."""
+"""Which files leave the engine to a launcher outside of them, or say nothing: they are refused until something says
+it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,10 @@ from collections.abc import Iterable
 
 from unishard.config.nested import is_within
 from unishard.contract.entries import Entry
+from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats.dropping import DroppedKey
+from unishard.formats.items import Item
 from unishard.formats.reading import ReadDocument
 
 RECIPES = ("hf", "trl", "llamafactory")
@@ -20,6 +24,11 @@ _NO_ENGINE = (
     "does not say its engine, which its launcher chooses; add --with zero3.yaml (a config of Accelerate or DeepSpeed), "
     "or --with 'accelerate launch --config_file ...' (the command that trains), or --set backend=... --set "
     "sharding.strategy=... (no_shard is plain DistributedDataParallel)"
+)
+
+_NOTHING = (
+    "so that the engine and all else are unknown; name its format with --from, or write what trains at the top of a "
+    "file of its own"
 )
 
 
@@ -50,6 +59,29 @@ def check_engine(reading: ReadDocument, to: str, overrides: Iterable[str], dropp
         return
     if needs_engine(reading) and not any(_ENGINES & set(one.key.split(".")) for one in dropped):
         raise ConfigError([Problem("", _NO_ENGINE, reading.source.name)])
+
+
+def check_understood(reading: ReadDocument, items: Iterable[Item], tool: str) -> None:
+    """Refuse a document that says nothing of the training: what is written would be defaults, in silence.
+
+    Args:
+        reading: A document of any format.
+        items: What became of each key.
+        tool: Who reads such documents.
+
+    Raises:
+        ConfigError: Nothing is carried over, and there are keys that the tool does not know.
+    """
+    written = [item for item in items if not item.assumed]
+    unknown = [item.entry for item in written if item.entry.effect.unknown]
+    if not unknown or any(item.fit is not Fit.IGNORED for item in written):
+        return
+    hinted = [
+        Problem(entry.key, entry.effect.note, str(reading.source.origins.of(entry.path)))
+        for entry in unknown
+        if "; " in entry.effect.note
+    ]
+    raise ConfigError([Problem("", f"has no key that {tool} trains by, {_NOTHING}", reading.source.name), *hinted])
 
 
 def needs_engine(reading: ReadDocument) -> bool:

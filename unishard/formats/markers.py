@@ -26,12 +26,8 @@ class Markers(NamedTuple):
 
 
 def beside(around: Markers, own: Mapping[str, int], least: int = 3) -> Callable[[Mapping[str, Any]], int]:
-    """For a tool that adds its own keys to another's: the other's weight counts for it too where a key of its own says
-    enough.
-    """
-    return lambda data: (
-        around.weight(data) if any(weight >= least and has(data, key) for key, weight in own.items()) else 0
-    )
+    """For a tool that adds its own keys to another's: the other's weight counts for it too where its own say enough."""
+    return lambda data: around.weight(data) if Markers(own).weight(data) >= least else 0
 
 
 def has(data: Any, key: str) -> bool:

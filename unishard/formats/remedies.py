@@ -70,6 +70,8 @@ def remedy(
                 return None
             search = _Search(only_drop=True)  # what is set does not go together with the rest of the file
             continue
+        if all(item.assumed for item in outcome.items):
+            return None  # nothing of the document is left
         refused = list(_refused(outcome, topology))
         if not refused:
             return _least(search, outcome, attempt, topology)

@@ -14,7 +14,7 @@ from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
 from unishard.formats.comparing import Difference
 from unishard.formats.dropping import DroppedKey, check_used, drop_entries, drop_keys
-from unishard.formats.engine_choice import check_engine
+from unishard.formats.engine_choice import check_engine, check_understood
 from unishard.formats.format import Format
 from unishard.formats.items import Item, item_of, refused_overrides
 from unishard.formats.kept_keys import kept_keys
@@ -130,6 +130,7 @@ def translate(
     check_engine(reading, to, overrides, dropped)
     written = _written(target, reading, topology or reading.topology or Topology())
     items, document = _described(target, reading, written, overrides)
+    check_understood(reading, items, catalog.get(reading.format).tool)
     warnings = [*reading.source.warnings]
     changed: tuple[Difference, ...] = ()
     back = _read_back(target, document, reading, items, warnings)

@@ -120,9 +120,15 @@ def compute(document: DocumentValues) -> str | Undecided:
     if on:
         return on[0]
     if quiet(boolean, document.get("torch_autocast.enabled"), False):
-        return str(quiet(dtype, document.get("torch_autocast.dtype"), "bf16"))
+        return autocast_dtype(document)
     open_ = [name for name, value in switches.items() if value == AUTO]
     return Undecided(f"{' and '.join(open_)} {ARGUMENTS}") if open_ else "fp32"
+
+
+def autocast_dtype(document: DocumentValues) -> str:
+    """Format in which `torch_autocast` computes: without a dtype that of torch, which is fp16 on CUDA."""
+    value = document.get("torch_autocast.dtype")
+    return "fp16" if value is None else str(quiet(dtype, value, "bf16"))
 
 
 def may_compute(document: DocumentValues, name: str) -> bool:

@@ -39,6 +39,8 @@ _CHOOSES = (
     "DeepSpeed takes every weight of two dimensions or more whose name has neither embed nor lm_head as a matrix, "
     "unishard those of repeated blocks"
 )
+_DECOUPLES = "decides, with the type, whether weight decay is decoupled"
+_COUPLED = "DeepSpeed adds the weight decay of what is no matrix to its gradients; here it is decoupled"
 _OTHERS = (
     *(
         "freeze_step",
@@ -141,7 +143,9 @@ def _rate(value: Any, document: DocumentValues) -> KeyEffect:
     if value != AUTO:
         number(0)(value)
     if _name(document) == "muon" and document.get(f"{_P}muon_lr") is not None:
-        return _rate_of_adam(value, document)
+        if document.get(f"{_P}adam_lr") is None:
+            return _rate_of_adam(value, document)
+        return dropped("muon_lr and adam_lr count instead")
     peak, own = peak_of(document), _base_lr(document)
     if own != peak:
         return dropped("the scheduler's warmup_max_lr is written over it")
@@ -209,6 +213,13 @@ def _max_grad_norm(value: Any, document: DocumentValues) -> KeyEffect:
     return KeyEffect(note=note, fields={"training.gradient_clipping": number(0)(value) or None}, rejected_upstream=True)
 
 
+def _decoupled(value: Any, document: DocumentValues) -> KeyEffect:
+    decays = document.get(f"{_P}weight_decay") not in (None, 0)
+    if _name(document) == "muon" and decays and not boolean(value):
+        return KeyEffect(Fit.APPROXIMATE, _COUPLED)
+    return dropped(_DECOUPLES)
+
+
 def _fp32_states(value: Any, document: DocumentValues) -> KeyEffect:
     return (
         dropped("is on: the state is fp32")
@@ -230,7 +241,7 @@ KEYS: Mapping[str, Key] = {
     f"{_P}adam_lr": Key(_rate_of_adam, "optimizer.adamw_lr"),
     f"{_P}ns_method": drops("the same iterations, by other products"),
     f"{_P}per_head_muon": Key(_per_head),
-    f"{_P}adam_w_mode": drops("decides, with the type, whether weight decay is decoupled"),
+    f"{_P}adam_w_mode": Key(_decoupled, "", Fit.IGNORED, _DECOUPLES),
     f"{_P}torch_adam": drops("whether torch's class steps or DeepSpeed's; same results to rounding"),
     f"{_P}bias_correction": Key(_bias_correction),
     f"{_P}max_grad_norm": Key(_max_grad_norm, "training.gradient_clipping"),

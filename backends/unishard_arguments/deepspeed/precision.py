@@ -16,7 +16,17 @@ from unishard.contract.field_rows import exact, left_to_script, row
 from unishard.contract.key_rows import boolean, integer, number, rejected, sets
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit, Rule, When, approximate, is_, unless, unsupported
-from unishard_arguments.deepspeed.facts import compute, dropped, may_compute, only, quiet, sharing, stage, undecided
+from unishard_arguments.deepspeed.facts import (
+    autocast_dtype,
+    compute,
+    dropped,
+    may_compute,
+    only,
+    quiet,
+    sharing,
+    stage,
+    undecided,
+)
 from unishard_deepspeed import fields
 from unishard_deepspeed.keys.values import dtype
 
@@ -26,6 +36,9 @@ _ADDED_UP = (
 )
 _USUAL_HYSTERESIS = 2
 _AUTOCAST = "DeepSpeed casts operations (torch.autocast); here parameters are cast"
+_NO_DTYPE = (
+    f"{_AUTOCAST}; without torch_autocast.dtype, CUDA computes in fp16, and DeepSpeed 0.19.8 does not scale the loss"
+)
 
 
 def assumed(document: DocumentValues) -> dict[str, Any]:
@@ -65,9 +78,8 @@ def _enabled(name: str) -> Key:
 def _autocast(value: Any, document: DocumentValues) -> KeyEffect:
     if not boolean(value):
         return dropped("is off")
-    return KeyEffect(
-        Fit.APPROXIMATE, _AUTOCAST, {"precision.compute": quiet(dtype, document.get("torch_autocast.dtype"), "bf16")}
-    )
+    note = _NO_DTYPE if document.get("torch_autocast.dtype") is None else _AUTOCAST
+    return KeyEffect(Fit.APPROXIMATE, note, {"precision.compute": autocast_dtype(document)})
 
 
 def _reduce(value: Any, document: DocumentValues) -> KeyEffect:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unishard.formats.format import Deferred
-from unishard.formats.hf.dialects import ARGUMENTS, SURE
+from unishard.formats.hf.dialects import section_in
 from unishard.formats.markers import Markers, weighted
 
 __all__ = ["FORMAT"]
@@ -22,6 +22,7 @@ _MARKERS = weighted(
         1: "learning_rate output_dir fsdp_config deepspeed max_grad_norm gradient_accumulation_steps "
         "fsdp_offload_params",
     }
-) | {f"{name}.{SURE}": 9 for name in ARGUMENTS}
+)
+_SECTION = 9
 
-FORMAT = Deferred("hf", Markers(_MARKERS))
+FORMAT = Deferred("hf", Markers(_MARKERS, lambda data: _SECTION * (section_in(data) is not None)))

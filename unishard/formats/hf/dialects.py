@@ -8,15 +8,14 @@ from typing import Any
 
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
 from unishard.contract.key_rows import boolean, drops, integer, one_of, refuses
-from unishard.contract.rules import Fit, worst
-from unishard.formats.hf.loop import compute, off
+from unishard.contract.rules import Fit
+from unishard.formats.hf.loop import DEEPSPEED, off
 from unishard.formats.hf.quantizing import KEYS as QUANTIZED
+from unishard.formats.hf.quantizing import read_arguments
 from unishard.formats.names import ignored, names
 
-ARGUMENTS = names("training training_args training_arguments trainer train TrainingArguments sft dpo args")
-"""Where TrainingArguments stand."""
 SURE = "per_device_train_batch_size"
-"""An argument that no other tool has, by which such a section is known."""
+"""An argument that no other tool has, by which a section that holds TrainingArguments is known, whatever its name."""
 
 
 def with_script_defaults(keys: Mapping[str, Key], data: Mapping[str, Any]) -> Mapping[str, Key]:
@@ -48,26 +47,30 @@ _SIGNS = names(
 """Keys that a file of only TrainingArguments does not have: one of them shows that a script reads more from the
 file."""
 
-LOADED = drops("the dtype in which the training script loads the model")
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
 
 
+PRECISION = ("precision.compute", "precision.master", "precision.reduce")
+_ADAPTERS = names("use_peft lora_r lora_rank lora_alpha lora_target lora_target_modules load_in_4bit load_in_8bit")
+
+
 def _dtype(value: Any, document: DocumentValues) -> KeyEffect:
-    """`torch_dtype`, in which the model computes where bf16 and fp16 are absent."""
-    dtype = str(value).removeprefix("torch.").lower()
-    if dtype not in _DTYPES or "bf16" in document or "fp16" in document:
+    """`dtype`, once `torch_dtype`: without bf16 and fp16 that of the weights that train. DeepSpeed makes fp32 masters
+    of them, and PEFT fp32 adapters.
+    """
+    dtype = _DTYPES.get(str(value).removeprefix("torch.").lower())
+    if dtype is None or not (off(document.get("bf16")) and off(document.get("fp16"))):
         return left_out("the dtype in which the training script loads the model")
-    effect = compute(_DTYPES[dtype]).read(True, document)
-    note = "without bf16 and fp16 the model computes in the dtype in which the script loads it"
-    return KeyEffect(worst(Fit.EQUIVALENT, effect.fit), note, effect.fields, copy_verbatim=True)
+    masters = any(not off(document.get(name)) for name in (DEEPSPEED, *_ADAPTERS))
+    note = "without bf16 and fp16 the model trains in the dtype in which the script loads it"
+    fields = dict.fromkeys(PRECISION[:1] if masters else PRECISION, dtype)
+    return KeyEffect(Fit.EQUIVALENT, note, fields, copy_verbatim=True)
 
 
 def _pure(value: Any, document: DocumentValues) -> KeyEffect:
     if not boolean(value):
         return left_out("is off")
-    return KeyEffect(
-        fields={"precision.compute": "bf16", "precision.master": "bf16", "precision.reduce": "bf16"}, copy_verbatim=True
-    )
+    return KeyEffect(fields=dict.fromkeys(PRECISION, "bf16"), copy_verbatim=True)
 
 
 def _recomputes(value: Any, document: DocumentValues) -> KeyEffect:
@@ -116,9 +119,8 @@ def _mode(value: Any, document: DocumentValues) -> KeyEffect:
 
 DIALECT: Mapping[str, Key] = {
     **ignored("hf/ignored_around.txt"),
-    "torch_dtype": Key(_dtype, "precision.compute"),
-    "dtype": LOADED,
-    "pure_bf16": Key(_pure, "precision.compute, precision.master, precision.reduce"),
+    **dict.fromkeys(("dtype", "torch_dtype"), Key(_dtype, ", ".join(PRECISION))),
+    "pure_bf16": Key(_pure, ", ".join(PRECISION)),
     "fp8": refuses("fp8 is not supported; write bf16", off),
     "fp8_backend": drops("names what fp8 switches on"),
     "fp8_enable_fsdp_float8_all_gather": drops("names what fp8 switches on"),
@@ -147,8 +149,14 @@ def bare(data: Mapping[str, Any], own: Iterable[str]) -> bool:
 
 def section_in(data: Mapping[str, Any]) -> str | None:
     """The section of a script's own file that holds TrainingArguments; None where they stand at the top, or nowhere."""
-    sections = [name for name in ARGUMENTS if isinstance(data.get(name), Mapping) and SURE in data[name]]
+    sections = [name for name, inner in data.items() if isinstance(inner, Mapping) and SURE in inner]
     return sections[0] if len(sections) == 1 and SURE not in data else None
+
+
+def arguments_in(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """TrainingArguments of a document, which may stand in a section of it."""
+    name = section_in(data)
+    return data if name is None else data[name]
 
 
 def wrapped(data: Mapping[str, Any]) -> bool:
@@ -158,8 +166,30 @@ def wrapped(data: Mapping[str, Any]) -> bool:
 
 def sure(data: Mapping[str, Any], arguments: Iterable[str]) -> bool:
     """Whether a document has TrainingArguments for certain, however many keys the script around them adds."""
-    inner = data[name] if (name := section_in(data)) else data
+    inner = arguments_in(data)
     return SURE in inner and len(set(inner) & set(arguments)) >= _SURELY
+
+
+_SCRIPTS = "not a TrainingArguments key: only the script around it reads it"
+
+
+def of_script(value: Any, document: DocumentValues) -> KeyEffect:
+    """What a part of the file means that only the script reads: nothing, unless it says how the base is quantized."""
+    if arguments := _quantized(value):
+        return read_arguments(arguments, document)
+    return KeyEffect(Fit.IGNORED, _SCRIPTS, beyond_fields=True, copy_verbatim=True, unknown=True)
+
+
+def _quantized(value: Any) -> Mapping[str, Any] | None:
+    """The mapping in a value that has the arguments of BitsAndBytesConfig."""
+    if not isinstance(value, Mapping):
+        return None
+    if any(not off(value.get(name)) for name in ("load_in_4bit", "load_in_8bit")):
+        return None if off(value.get("enabled", True)) else value
+    return next(filter(None, map(_quantized, value.values())), None)
+
+
+_AROUND = Key(of_script, "", Fit.IGNORED, _SCRIPTS)
 
 
 def around(data: Mapping[str, Any], keys: Mapping[str, Key], arguments: Mapping[str, Key]) -> Mapping[str, Key]:
@@ -168,8 +198,7 @@ def around(data: Mapping[str, Any], keys: Mapping[str, Key], arguments: Mapping[
     """
     known = [name for name, row in arguments.items() if row.fields]
     strange = [str(key) for key in data if str(key) not in keys]
-    row = drops("not a TrainingArguments key: only the script around it reads it", unknown=True)
-    return {key: row for key in strange if not _misspells(key, known)}
+    return {key: _AROUND for key in strange if not _misspells(key, known)}
 
 
 def _misspells(key: str, known: list[str]) -> bool:

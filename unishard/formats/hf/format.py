@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unishard.config import value_at
 from unishard.config.describe import shown
-from unishard.config.nested import flat
+from unishard.config.nested import Native, flat
 from unishard.config.topology import Topology
-from unishard.contract.entries import NOTHING, Entry, Key, KeyEffect, Undecided, interpret
-from unishard.contract.render import RenderedDocument
+from unishard.contract.entries import NOTHING, DocumentValues, Entry, Key, KeyEffect, Undecided, interpret
+from unishard.contract.render import FieldResult, RenderedDocument
 from unishard.contract.rules import Fit, Rule
 from unishard.formats.format import Format
 from unishard.formats.hf.accepted_values import VALUES
-from unishard.formats.hf.dialects import DIALECT, around, bare, section_in, sure, with_script_defaults, wrapped
+from unishard.formats.hf.dialects import (
+    DIALECT,
+    PRECISION,
+    arguments_in,
+    around,
+    bare,
+    of_script,
+    section_in,
+    sure,
+    with_script_defaults,
+    wrapped,
+)
 from unishard.formats.hf.keys import ENGINES, KEYS, RENAMED
 from unishard.formats.hf.loop import DEEPSPEED, FSDP
+from unishard.formats.hf.quantizing import KEYS as QUANTIZED
 from unishard.formats.hf.rules import RULES, render_arguments
 from unishard.formats.hf.scheduling import length
 from unishard.formats.hf.sharding import BOTH, FIRST, known, replicated, sharded
@@ -49,7 +61,9 @@ class HfFormat(Format):
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What the arguments say, those of the engine that they choose, and what Trainer assumes."""
-        return _bare(source, topology) if _is_bare(source) else _section_entries(source, topology)
+        if _is_bare(source):
+            return _bare(source, topology)
+        return _in_section(source, lambda inner: _entries(inner, topology, section=inner is not source))
 
     def only_written(self, source: Source, topology: Topology | None) -> list[Entry]:
         """What arguments say that may be those of a script with a loop of its own, which has other defaults."""
@@ -66,8 +80,7 @@ class HfFormat(Format):
 
     def arguments_in(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """TrainingArguments of a document, which may stand in a section of it."""
-        name = section_in(data)
-        return data if name is None else data[name]
+        return arguments_in(data)
 
     def filled_from(self, key: str) -> tuple[str, ...]:
         """The arguments that take the place of `"auto"` at a key of DeepSpeed's config."""
@@ -123,13 +136,13 @@ _OPEN_DTYPE = Entry(
 """What FSDP's arguments leave open where the others are not in the file."""
 
 
-def _section_entries(source: Source, topology: Topology | None) -> list[Entry]:
+def _in_section(source: Source, read: Callable[[Source], list[Entry]]) -> list[Entry]:
     """The entries, also where the arguments stand in a section of a script's own file."""
     name = section_in(source.data)
     if name is None:
-        return _entries(source, topology)
+        return read(source)
     engine = _engine_beside(source.data, name)
-    entries = _entries(source._replace(data={**source.data[name], **engine}), topology, section=True)
+    entries = read(source._replace(data={**source.data[name], **engine}))
     # Written in its own format again, the arguments stand at the top.
     inner = [
         entry._replace(
@@ -138,17 +151,19 @@ def _section_entries(source: Source, topology: Topology | None) -> list[Entry]:
         )
         for entry in entries
     ]
-    beside = ((str(key), value) for key, value in source.data.items() if key not in (name, *engine))
-    return [*inner, *(Entry((key,), value, _beside(value)) for key, value in beside)]
+    beside = {str(key): value for key, value in source.data.items() if key not in (name, *engine)}
+    words = QUANTIZED.keys() & beside
+    keys = {**QUANTIZED, **dict.fromkeys(beside.keys() - words, Key(_beside))}
+    return [*inner, *interpret(keys, beside, tool="the script", defaults=source.data[name])]
 
 
-def _beside(value: Any) -> KeyEffect:
+def _beside(value: Any, document: DocumentValues) -> KeyEffect:
     """What a part of the file says that only the script reads; it may choose how the model is sharded."""
     leaves = flat(value) if isinstance(value, Mapping) else ()
-    if not any(key.rpartition(".")[2] in _CHOICES and _ENGINE.search(str(item)) for key, item in leaves):
-        return _BESIDE
-    note = "the script chooses here how it shards; add --set backend=... --set sharding.strategy=..."
-    return KeyEffect(Fit.NEEDS_INPUT, note, {"sharding.strategy": Undecided("the training script")})
+    if any(key.rpartition(".")[2] in _CHOICES and _ENGINE.search(str(item)) for key, item in leaves):
+        note = "the script chooses here how it shards; add --set backend=... --set sharding.strategy=..."
+        return KeyEffect(Fit.NEEDS_INPUT, note, {"sharding.strategy": Undecided("the training script")})
+    return of_script(value, document)._replace(copy_verbatim=False, unknown=False)
 
 
 _CHOICES = names("strategy distributed_strategy distributed_type")
@@ -160,9 +175,6 @@ def _engine_beside(data: Mapping[str, Any], section: str) -> Mapping[str, Any]:
     config = data.get(DEEPSPEED)
     named = isinstance(config, str) or (isinstance(config, Mapping) and "zero_optimization" in config)
     return {DEEPSPEED: config} if named and not set(ENGINES) & set(data[section]) else {}
-
-
-_BESIDE = KeyEffect(Fit.IGNORED, "not a TrainingArguments key: only the script reads it", beyond_fields=True)
 
 
 def entries_of(
@@ -198,7 +210,7 @@ def is_whole(data: Mapping[str, Any]) -> bool:
 
 def _read(source: Source, topology: Topology | None, keys: Mapping[str, Key]) -> list[Entry]:
     data = source.data
-    whole = is_whole(data)
+    whole = is_whole(data) or (bool(data) and data.keys().isdisjoint(ENGINES))
     if not whole:
         keys = {name: row._replace(tool_default=NOTHING) for name, row in keys.items()}
     entries = interpret(keys, data, tool="transformers 5.23", topology=topology, accepts=VALUES)
@@ -230,11 +242,13 @@ _SWITCHES = {"gradient_checkpointing": ("activation_checkpointing", "none"), "bf
 """Of arguments that a script may switch on by itself, the field that they decide, and its value where they are off."""
 
 
-def _said_off(name: str, reading: ReadDocument) -> bool:
-    """Whether the source says that an argument which is not written is off, or FSDP's own switch does it."""
-    field, off = _SWITCHES[name]
+def _said_off(name: str, reading: ReadDocument, document: Native) -> bool:
+    """Whether the source says that an argument which is not written is off, or other words do it: FSDP's own switch,
+    `fp16`, or the dtype in which the script loads the model.
+    """
+    field, _ = _SWITCHES[name]
     decided = field in reading.decided and field not in reading.undecided
-    return decided and (field == "activation_checkpointing" or bool(value_at(reading.config, field) == off))
+    return decided and (name != "bf16" or "fp16" not in document)
 
 
 def _silently_off(name: str, reading: ReadDocument) -> bool:
@@ -252,6 +266,8 @@ class ScriptFormat(HfFormat):
     """Rows for the arguments that are not those of TrainingArguments."""
     switched_on: tuple[str, ...] = ()
     """Arguments that are on unless a file says false, but off in transformers."""
+    loads: Mapping[str, Native] = {}
+    """By dtype, what says that the model is loaded in it, and trains so."""
 
     def silent(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """What the script assumes where a file is silent and transformers assumes otherwise, by argument."""
@@ -259,18 +275,32 @@ class ScriptFormat(HfFormat):
 
     def entries(self, source: Source, topology: Topology | None) -> Sequence[Entry]:
         """What the arguments say, and what the script and Trainer assume."""
-        return entries_of(source, topology, own=self.own, silent=self.silent(source.data))
+        return _in_section(
+            source, lambda inner: entries_of(inner, topology, own=self.own, silent=self.silent(inner.data))
+        )
 
     def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """The arguments that train; a file also needs those about the model and the data."""
-        rendered = super().write(reading, topology)
+        rendered = self._loaded(super().write(reading, topology), reading)
         document = {_NAMES.get(key, key): value for key, value in rendered.document.items()}
         silent = [name for name in self.switched_on if name not in document]
-        document |= {name: False for name in silent if _said_off(name, reading)}
+        document |= {name: False for name in silent if _said_off(name, reading, document)}
         if is_whole(document):
             document |= {name: False for name in silent if _silently_off(name, reading)}
         words = {path: word._replace(key=_renamed(word.key)) for path, word in rendered.fields.items()}
         return RenderedDocument(document, words)
+
+    def _loaded(self, rendered: RenderedDocument, reading: ReadDocument) -> RenderedDocument:
+        """The document with the dtype in which the script loads a model that has no fp32 masters."""
+        cfg = reading.config
+        words = self.loads.get(cfg.precision.compute) if cfg.precision.pure and cfg.backend == "fsdp" else None
+        if words is None or "precision.master" not in rendered.fields:
+            return rendered
+        result = FieldResult(Fit.EXACT, ", ".join(words), "")
+        said = {
+            field for field in PRECISION if field in rendered.fields and value_at(cfg, field) == cfg.precision.compute
+        }
+        return RenderedDocument({**rendered.document, **words}, {**rendered.fields, **dict.fromkeys(said, result)})
 
 
 def _renamed(words: str) -> str:

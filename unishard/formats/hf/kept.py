@@ -53,7 +53,7 @@ def with_arguments(rendered: RenderedDocument, reading: ReadDocument, to: str) -
 
 def _arguments(reading: ReadDocument) -> Iterator[tuple[str, Entry]]:
     """Each argument that is written, by transformers' name, those under an older name last."""
-    section = section_in(reading.source.data) if reading.format == "hf" else None
+    section = section_in(reading.source.data)
     pairs = [
         (RENAMED.get(entry.path[-1], entry.path[-1]), entry)
         for entry in reading.entries

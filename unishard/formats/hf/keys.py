@@ -11,7 +11,7 @@ from unishard.config.describe import shown
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import listed, refuses
 from unishard.contract.rules import Fit
-from unishard.formats.hf.loop import LOOP, off
+from unishard.formats.hf.loop import LOOP, SPLIT, off
 from unishard.formats.hf.optimizing import OPTIMIZER
 from unishard.formats.hf.saving import SAVED
 from unishard.formats.hf.scheduling import SCHEDULE
@@ -39,7 +39,7 @@ def _best(value: Any, document: DocumentValues) -> KeyEffect:
     return left_out(_FILES)
 
 
-_OLDER = ignored("hf/ignored_older.txt", off=off)
+_OLDER = {**ignored("hf/ignored_older.txt", off=off), "split_batches": refuses(SPLIT, off)}
 IGNORED: Mapping[str, Key] = {
     **ignored("hf/ignored.txt", off=off),
     **_OLDER,
@@ -83,7 +83,15 @@ RENAMED: Mapping[str, str] = {
     "no_cuda": "use_cpu",
 }
 """Older names of arguments, and today's."""
-OLDER = {*_OLDER, *RENAMED, "adafactor", "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap", "tp_size"}
+OLDER = {
+    *_OLDER,
+    *RENAMED,
+    "adafactor",
+    "split_batches",
+    "fsdp_min_num_params",
+    "fsdp_transformer_layer_cls_to_wrap",
+    "tp_size",
+}
 """What transformers 5.24 has no longer, what other scripts than Trainer's take, and objects that no file holds."""
 
 

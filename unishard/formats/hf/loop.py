@@ -130,13 +130,38 @@ def _compile_mode(value: Any, document: DocumentValues) -> KeyEffect:
     return KeyEffect(Fit.EQUIVALENT, note, {"compile.mode": "full"})
 
 
+SPLIT = "split_batches counts all ranks' samples; divide per_device_train_batch_size, remove it"
+_IN_A_FILE = "is in a file, which is not read; write its split_batches and gradient_accumulation_kwargs here, if any"
+_TWICE = "transformers 5.23 refuses num_steps in it beside gradient_accumulation_steps; remove one of them"
+_ACCUMULATED = "gradient_accumulation_steps"
+
+
 def _accelerator(value: Any, document: DocumentValues) -> KeyEffect:
     if off(value):
         return left_out("is empty")
+    if isinstance(value, str):
+        return KeyEffect(Fit.NEEDS_INPUT, _IN_A_FILE, copy_verbatim=True)
     if isinstance(value, Mapping) and not off(value.get("split_batches")):
-        why = "split_batches counts all ranks' samples; divide per_device_train_batch_size, remove it"
-        return KeyEffect(Fit.UNSUPPORTED, why)
-    return left_out("affects only how Accelerate loads data")
+        return KeyEffect(Fit.UNSUPPORTED, SPLIT)
+    steps = _num_steps(value)
+    if steps is None:
+        return left_out("affects only how Accelerate loads data")
+    if document.get(_ACCUMULATED) not in (None, 1):
+        return KeyEffect(Fit.UNSUPPORTED, _TWICE)
+    return KeyEffect(fields={f"training.{_ACCUMULATED}": integer(1)(steps)})
+
+
+def _num_steps(accelerator: Any) -> Any:
+    """How many micro-batches `accelerator_config` accumulates; None where it does not say it."""
+    arguments = accelerator.get("gradient_accumulation_kwargs") if isinstance(accelerator, Mapping) else None
+    return arguments.get("num_steps") if isinstance(arguments, Mapping) else None
+
+
+def _accumulated(value: Any, document: DocumentValues) -> KeyEffect:
+    steps = integer(1)(value)
+    if steps == 1 and _num_steps(document.get("accelerator_config")) is not None:
+        return left_out("num_steps in accelerator_config counts instead")
+    return KeyEffect(fields={f"training.{_ACCUMULATED}": steps})
 
 
 def _tokens(value: Any, document: DocumentValues) -> KeyEffect:
@@ -159,7 +184,7 @@ LOOP: Mapping[str, Key] = {
     "per_gpu_train_batch_size": sets(
         "training.micro_batch_size", integer(1), Fit.EXACT, "transformers 5 calls it per_device_train_batch_size"
     ),
-    "gradient_accumulation_steps": sets("training.gradient_accumulation_steps", integer(1), tool_default=1),
+    _ACCUMULATED: Key(_accumulated, f"training.{_ACCUMULATED}", tool_default=1),
     "max_grad_norm": Key(_clipping, "training.gradient_clipping", tool_default=1.0),
     "average_tokens_across_devices": Key(
         _tokens, "", Fit.NEEDS_INPUT, "how the loss is averaged is the training script's to say"
@@ -182,5 +207,5 @@ LOOP: Mapping[str, Key] = {
         "the same number; Trainer's sampler draws an order of its own from it",
         tool_default=42,
     ),
-    "accelerator_config": Key(_accelerator, "", Fit.IGNORED, "affects only how Accelerate loads data"),
+    "accelerator_config": Key(_accelerator, f"training.{_ACCUMULATED}"),
 }

@@ -101,7 +101,7 @@ def _of_bits(value: Any, document: DocumentValues) -> KeyEffect:
     return KeyEffect(copy_verbatim=True)
 
 
-def _config(value: Any, document: DocumentValues) -> KeyEffect:
+def read_arguments(value: Any, document: DocumentValues) -> KeyEffect:
     """`quantization_config` of transformers, with the arguments of BitsAndBytesConfig."""
     if off(value):
         return left_out("is off")
@@ -116,7 +116,7 @@ def _config(value: Any, document: DocumentValues) -> KeyEffect:
         return left_out("is off")
     fields: dict[str, Any] = {_TYPE: one_of(_WORDS)(value.get(_KIND) or "fp4") if four else "int8"}
     if four:
-        fields[_DOUBLE] = _on(value.get("bnb_4bit_use_double_quant"))
+        fields[_DOUBLE] = any(_on(value.get(name)) for name in _NESTED)
     skipped = value.get("llm_int8_skip_modules")
     if skipped:
         fields[_SKIPPED] = [re.escape(str(name)) for name in skipped]
@@ -137,7 +137,7 @@ KEYS: Mapping[str, Key] = {
     _METHOD: Key(_method),
     _WORD: Key(_of_bits, _TYPE),
     _DOUBLED: Key(_of_bits, _DOUBLE),
-    "quantization_config": Key(_config, f"{_BOTH}, {_SKIPPED}", Fit.EQUIVALENT, f"{_BYTES}; {_COMPUTES}"),
+    "quantization_config": Key(read_arguments, f"{_BOTH}, {_SKIPPED}", Fit.EQUIVALENT, f"{_BYTES}; {_COMPUTES}"),
 }
 """Keys of files around TrainingArguments."""
 

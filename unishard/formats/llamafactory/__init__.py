@@ -10,8 +10,7 @@ __all__ = ["FORMAT"]
 
 _MARKERS = weighted(
     {
-        4: "finetuning_type",
-        3: "cutoff_len neat_packing dataset_dir plot_loss freeze_trainable_layers",
+        4: "finetuning_type cutoff_len neat_packing dataset_dir plot_loss freeze_trainable_layers",
         1: "template stage",
     }
 )

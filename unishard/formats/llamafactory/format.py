@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, left_out
 from unishard.contract.render import AUTO, FieldResult, RenderedDocument
@@ -28,6 +29,7 @@ class LlamaFactoryFormat(ScriptFormat):
 
     name = "llamafactory"
     tool = "LLaMA-Factory 0.9"
+    loads: Mapping[str, Native] = {"bf16": {"pure_bf16": True}}
 
     def silent(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Every layer is checkpointed unless the config forbids it."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.entries import Key
 from unishard.contract.render import FieldResult, RenderedDocument
 from unishard.contract.rules import Fit
-from unishard.formats.hf.dialects import DIALECT, LOADED
 from unishard.formats.hf.format import ScriptFormat
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.quantizing import with_trls_words
@@ -19,7 +18,7 @@ from unishard.formats.reading import ReadDocument
 _KINDS: Mapping[float, tuple[str, ...]] = {
     1e-6: names(
         "reward_funcs num_generations max_completion_length max_prompt_length precompute_ref_log_probs "
-        "desirable_weight beta undesirable_weight reference_free sync_ref_model use_vllm"
+        "desirable_weight beta undesirable_weight reference_free sync_ref_model use_vllm teacher_model_name_or_path"
     ),
     1e-4: names("center_rewards_coefficient"),
 }
@@ -36,7 +35,7 @@ class TrlFormat(ScriptFormat):
     name = "trl"
     tool = "TRL 1.16"
     switched_on = ("gradient_checkpointing", "bf16")
-    own: Mapping[str, Key] = {**DIALECT, "torch_dtype": LOADED}
+    loads: Mapping[str, Native] = {"bf16": {"dtype": "bfloat16"}, "fp16": {"dtype": "float16"}}
 
     def silent(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """bf16 unless fp16 is on, recomputed activations, and a rate for each kind of training."""
