@@ -374,3 +374,33 @@ def test_what_deepspeeds_own_scheduler_and_optimizer_decide_is_said(save: str, s
     assert optimizer in ignored["optim"]
     assert (fields(outcome)["scheduler.name"], fields(outcome)["optimizer.name"]) == ("linear", "adamw")
     assert not outcome.of(Fit.UNSUPPORTED)
+
+
+SECTION = "model: {name: m}\ntraining:\n  learning_rate: 1.0e-5\n  per_device_train_batch_size: 1\n  bf16: true\n"
+
+
+def test_options_of_the_command_count_over_a_section_of_the_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "sect.yaml"
+    recipe.write_text(SECTION)
+    words = "--learning_rate 5e-5 --weight_decay 0.1 --per_device_train_batch_size 16 --max_steps 10"
+    outcome = translate(recipe, "unishard", with_=f"torchrun --nproc-per-node 2 train.py --config {recipe} {words}")
+    cfg = outcome.reading.config
+    assert (cfg.optimizer.lr, cfg.optimizer.weight_decay, cfg.training.micro_batch_size) == (5e-5, 0.1, 16)
+    assert (cfg.precision.compute, cfg.scheduler.total_steps) == ("bf16", 10)
+    assert {item.note for item in outcome.items if item.key == "training.learning_rate"} == {"the command says 5e-05"}
+    apart = translate(recipe, "unishard", with_=f"torchrun --nproc-per-node 2 train.py {words}")
+    refused = [item for item in apart.of(Fit.UNSUPPORTED) if item.key == "learning_rate"]
+    assert "sect.yaml:3" in refused[0].note
+
+
+@pytest.mark.parametrize(("mixed", "engine", "master"), [("no", "FSDP", "bf16"), ("bf16", "FSDP", "fp32")])
+def test_a_launcher_makes_fp32_masters_of_a_loaded_model_where_it_mixes_precisions(
+    mixed: str, engine: str, master: str, tmp_path: Path
+) -> None:
+    recipe, launcher = tmp_path / "hf.yaml", tmp_path / "acc.yaml"
+    recipe.write_text("model_name_or_path: m\ndtype: bfloat16\nper_device_train_batch_size: 1\nmax_steps: 10\n")
+    launcher.write_text(f"distributed_type: {engine}\nmixed_precision: '{mixed}'\nfsdp_config: {{fsdp_version: 2}}\n")
+    outcome = translate(recipe, "unishard", with_=launcher)
+    assert not outcome.of(Fit.UNSUPPORTED)
+    assert outcome.reading.config.precision.compute == "bf16"
+    assert outcome.reading.config.precision.master == master

@@ -8,6 +8,7 @@ from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.formats import catalog, launcher_config
 from unishard.formats.engine_choice import RECIPES
+from unishard.formats.hf.dialects import section_in
 from unishard.formats.precedence import same_value
 from unishard.formats.reading import ReadDocument
 from unishard.formats.supplied import Supplied, trainer
@@ -37,22 +38,36 @@ def _merged(reading: ReadDocument, supplied: Supplied, *, same: bool) -> tuple[l
 
     A command that hands the file to its script counts more.
     """
-    data, more = reading.source.data, supplied.values
+    section = section_in(reading.source.data)
+    data, more = trainer().arguments_in(reading.source.data), supplied.values
     starts = supplied.starts(reading)
     twice = [
         key for key in data if key in more and (starts or key not in _ENGINES) and not same_value(more[key], data[key])
     ]
     yielding = twice if starts and not same else []
     kept = {key: value for key, value in data.items() if key not in yielding}
-    entries = catalog.get(reading.format).entries(reading.source._replace(data={**more, **kept}), supplied.topology)
-    own = [entry for entry in entries if entry.path[0] in kept or (entry.assumed and entry.path[0] not in more)]
+    whole = {**more, **kept}
+    document = {**reading.source.data, section: whole} if section else whole
+    entries = catalog.get(reading.format).entries(reading.source._replace(data=document), supplied.topology)
+    given = [_below(entry, section)[0] in more.keys() - kept.keys() for entry in entries]
+    own = [entry for entry, theirs in zip(entries, given, strict=True) if not theirs]
     own += [
-        Entry((key,), data[key], KeyEffect(Fit.IGNORED, f"{supplied.place(key)} says {shown(more[key])}"))
+        Entry(_path(key, section), data[key], KeyEffect(Fit.IGNORED, f"{supplied.place(key)} says {shown(more[key])}"))
         for key in yielding
     ]
-    added = [supplied.placed(entry) for entry in entries if entry.path[0] in more and entry.path[0] not in kept]
+    placed = (supplied.placed(entry.at(*_below(entry, section))) for entry in entries)
+    added = [entry for entry, theirs in zip(placed, given, strict=True) if theirs]
     left = (key for key in twice if key not in yielding)
     return own, [*added, *(_stays(key, supplied) if starts else _clash(key, reading, supplied) for key in left)]
+
+
+def _path(key: str, section: str | None) -> Path:
+    return (section, key) if section else (key,)
+
+
+def _below(entry: Entry, section: str | None) -> Path:
+    """Where an entry stands in the arguments, which a section may hold."""
+    return entry.path[1:] if section and entry.path[0] == section else entry.path
 
 
 def _stays(key: str, supplied: Supplied) -> Entry:
@@ -61,8 +76,10 @@ def _stays(key: str, supplied: Supplied) -> Entry:
 
 
 def _clash(key: str, reading: ReadDocument, supplied: Supplied) -> Entry:
-    place, value = str(reading.source.origins.of((key,))), supplied.values[key]
-    note = f"is {shown(reading.source.data[key])} in {place or 'the config'}; make them equal, or leave one out"
+    path = _path(key, section_in(reading.source.data))
+    place, value = str(reading.source.origins.of(path)), supplied.values[key]
+    own = shown(trainer().arguments_in(reading.source.data)[key])
+    note = f"is {own} in {place or 'the config'}; make them equal, or leave one out"
     return Entry((key,), value, KeyEffect(Fit.UNSUPPORTED, note), place=supplied.place(key), supplied=True)
 
 

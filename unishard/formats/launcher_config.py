@@ -35,15 +35,37 @@ def decided(own: list[Entry], added: Sequence[Entry], supplied: Supplied, readin
     """
     if supplied.launcher is None:
         return [_replicated(entry, supplied) if leaves_engine(entry) else entry for entry in own]
-    fields = {field for entry in added if not entry.assumed for field in entry.effect.fields}
-    switches = {entry.key: entry for entry in (*added, *own) if not entry.assumed}
+    own = [_loaded(entry, supplied.launcher) for entry in own]
+    told = (field for entry in added if not entry.assumed for field in entry.effect.fields)
+    fields = {field for field in told if field.startswith("launch.")}
+    fields |= {field for entry in own if _MASTER in _dtype_of(entry) for field in _DTYPES}
+    switches = {entry.path[-1]: entry for entry in (*added, *own) if not entry.assumed}
     values = {key: entry.value for key, entry in switches.items()}
     switch = _switched(supplied.launcher.data.get(_PRECISION), values)
-    place = (switches[switch].place or reading.source.origins.of(switch)) if switch else ""
-    return [entry for entry in own if not leaves_engine(entry) and entry.key != (switch or None)] + [
+    place = (switches[switch].place or reading.source.origins.of(switches[switch].path)) if switch else ""
+    return [entry for entry in own if not leaves_engine(entry) and entry.path[-1] != (switch or None)] + [
         _without(entry, fields)._replace(place=_place(entry, supplied.launcher, str(place), switch), supplied=True)
         for entry in _switching(supplied.launcher, supplied.topology, switch, str(place))
     ]
+
+
+_MASTER = "precision.master"
+_DTYPES = (_MASTER, "precision.compute", "precision.reduce", "precision.accumulate")
+
+
+def _dtype_of(entry: Entry) -> Mapping[str, Any]:
+    return entry.effect.fields if entry.path[-1] in ("dtype", "torch_dtype") else {}
+
+
+def _loaded(entry: Entry, launcher: Source) -> Entry:
+    """The dtype in which a model is loaded: DeepSpeed makes fp32 masters of it, and so does Accelerate for FSDP where
+    it mixes precisions.
+    """
+    mixed = str(launcher.data.get(_PRECISION) or "no").lower() != "no"
+    if _MASTER not in _dtype_of(entry) or not (mixed or launcher.data.get("distributed_type") == "DEEPSPEED"):
+        return entry
+    fields = {field: value for field, value in entry.effect.fields.items() if field == "precision.compute"}
+    return entry._replace(effect=entry.effect._replace(fields=fields))
 
 
 def _replicated(entry: Entry, supplied: Supplied) -> Entry:
@@ -61,12 +83,8 @@ def _place(entry: Entry, file: Source, place: str, switch: str) -> str:
 
 
 def _without(entry: Entry, decided_fields: Collection[str]) -> Entry:
-    """The entry without what the command or the arguments say otherwise about the processes."""
-    fields = {
-        field: value
-        for field, value in entry.effect.fields.items()
-        if field not in decided_fields or not field.startswith("launch.")
-    }
+    """The entry without what the command or the arguments say otherwise."""
+    fields = {field: value for field, value in entry.effect.fields.items() if field not in decided_fields}
     return entry._replace(effect=entry.effect._replace(fields=fields))
 
 

@@ -210,7 +210,7 @@ def is_whole(data: Mapping[str, Any]) -> bool:
 
 def _read(source: Source, topology: Topology | None, keys: Mapping[str, Key]) -> list[Entry]:
     data = source.data
-    whole = is_whole(data) or (bool(data) and data.keys().isdisjoint(ENGINES))
+    whole = is_whole(data) or (wrapped(data) and data.keys().isdisjoint(ENGINES))
     if not whole:
         keys = {name: row._replace(tool_default=NOTHING) for name, row in keys.items()}
     entries = interpret(keys, data, tool="transformers 5.23", topology=topology, accepts=VALUES)
