@@ -27,6 +27,7 @@ from unishard_deepspeed.optimizer_state import ZeroOptimizerState
 from unishard_deepspeed.persistent_parameters import PersistentParameters
 from unishard_deepspeed.placement import MasterWeights, parameter_bytes, units
 from unishard_deepspeed.private.building import forget
+from unishard_deepspeed.private.master_weights import groups_of_masters
 from unishard_deepspeed.private.reduction import gather
 from unishard_deepspeed.private.requirements import require
 from unishard_deepspeed.private.second_copy import drop_second_copies
@@ -97,6 +98,9 @@ class DeepSpeedAdapter(EngineAdapter):
             engine.optimizer, inner, self._unused.masters, self._shards, self._kind
         )
         self.forward_is_collective = stage == 3
+        # ZeRO steps one group after another, stage 3 also parts of groups.
+        self.calls_in_update = len(groups_of_masters(engine.optimizer, inner, self._kind)) if stage else 1
+        self._steps_late = self.calls_in_update > 1 and getattr(inner.optimizer, "steps_late", False)
         self.reduces_each_backward = stage >= 2
         # Before DeepSpeed's hooks on the outputs, which fail at some stages if a backward is not the engine's.
         # A function, not a method: copying the model, for example to average weights, must not copy the engine.
@@ -181,6 +185,8 @@ class DeepSpeedAdapter(EngineAdapter):
             self._clipping.prepare(max_norm, divisor)
             with self._shards.finished():
                 outcome = self._clipping.step()
+            if self._steps_late and outcome[1] is not False:
+                copy_masters(self.optimizer, self._inner, self._kind)
             gather_after(self.optimizer, self._kind)
             self._replicated.gather()
         self._unused.forget()

@@ -84,9 +84,8 @@ class EngineClipping:
             self._divisor = 1.0
             divide_gradients(self._engine.optimizer, 1.0)
         norm = math.inf if any(invalid) else self._engine.get_global_grad_norm()
-        return HostRead(norm) if isinstance(norm, Tensor) else float(
-            norm
-        ), self._engine.was_step_applied() or not self._skips
+        updated = not self._skips or self._engine.was_step_applied()
+        return HostRead(norm) if isinstance(norm, Tensor) else float(norm), updated
 
 
 class TorchClipping:

@@ -12,11 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from unishard.config import Precision
 from unishard.contract.adapter import EngineAdapter
-from unishard.contract.kit.element_wise import is_element_wise
 from unishard.contract.kit.input_casts import cast_inputs
 from unishard.contract.kit.skipping import DeviceSkip
 from unishard.contract.optimizer_state import TorchOptimizerState
@@ -34,7 +32,6 @@ from unishard_fsdp.parameter_usage import own_names
 from unishard_fsdp.placement import placement_of
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.private.released import forget_states
-from unishard_fsdp.replicated_dtensors import ReplicatedDTensors
 from unishard_fsdp.replicated_parameters import ReplicatedParameters
 from unishard_fsdp.shards import shard_of
 from unishard_fsdp.spec import FSDPSpec
@@ -78,16 +75,16 @@ class FSDPAdapter(EngineAdapter):
             pin_memory = native.host_optimizer.pin_memory and device.type == "cuda"
             units = [_own_parameters(part) for part in reversed(self._modules())]  # as backward reduces them
             self._on_host = HostCopies(optimizer, replicated.masters, device, units, pin_memory=pin_memory)
-        self._stepped = self._on_host or _stepped_by(optimizer, replicated)
+        self._stepped: SteppedShards = self._on_host or ShardViews(optimizer, replicated.masters)
         trained = [*self.shared_parameters.values()]
         self._gradients = TorchGradients(
             trained,
             device,
-            self._stepped or optimizer,
+            self._stepped,
             steps_always=spec.steps_always,
             copies=_copies(native),
             skip=None if self._on_host else DeviceSkip(optimizer),
-            own_hooks=0 if self._stepped is None else self._stepped.hooks,
+            own_hooks=self._stepped.hooks,
             before_change=self._on_host.gradients.change if self._on_host else lambda: None,
             replicated=replicated,
         )
@@ -224,14 +221,12 @@ class FSDPAdapter(EngineAdapter):
 
     @cached_property
     def optimizer_state(self) -> TorchOptimizerState:
-        """Of copies in host memory, or of shards as plain tensors; of DTensors where the optimizer steps those."""
-        return TorchOptimizerState(
-            self.torch_optimizer, self.master_shard, self._stepped.tensors if self._stepped else None
-        )
+        """Of copies in host memory, or of shards as plain tensors."""
+        return TorchOptimizerState(self.torch_optimizer, self.master_shard, self._stepped.tensors)
 
     def stepped_memory(self) -> Callable[[], Mapping[nn.Parameter, SteppedShard]]:
         """The shards as plain tensors, or their copies in host memory."""
-        tensors = self._stepped.tensors if self._stepped else {}
+        tensors = self._stepped.tensors
         return lambda: {
             parameter: SteppedShard(tensor) for parameter, tensor in tensors.items() if parameter.grad is not None
         }
@@ -352,8 +347,7 @@ class FSDPAdapter(EngineAdapter):
         self._gradients.drop()
         if self._on_host:
             self._on_host.gradients.close()
-        if self._stepped is not None:
-            self._stepped.close()
+        self._stepped.close()
         self._replicated.close()
         self._root_first.forget()
         self._forwards.close()
@@ -363,15 +357,6 @@ class FSDPAdapter(EngineAdapter):
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter_named(module, name) for name in own_names(module)]
-
-
-def _stepped_by(optimizer: torch.optim.Optimizer, replicated: ReplicatedParameters) -> SteppedShards | None:
-    """What the optimizer steps on the device in place of the parameters; None if it steps these."""
-    if is_element_wise(optimizer):
-        return ShardViews(optimizer, replicated.masters)
-    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    meshes = [each.device_mesh for each in stepped if isinstance(each, DTensor)]
-    return ReplicatedDTensors(optimizer, replicated.masters, meshes[0]) if replicated and meshes else None
 
 
 def _copies(native: options.FullyShard | options.Replicate) -> int:

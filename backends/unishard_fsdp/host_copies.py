@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unishard.contract.kit.element_wise import steps_in_parts
 from unishard.contract.kit.replicated import is_replicated
+from unishard.distributed.shard_optimizer import ShardOptimizer
 from unishard_fsdp.early_gradients import EarlyGradients
 from unishard_fsdp.shards import local
 from unishard_fsdp.step_hooks import StepHooks
@@ -57,7 +57,7 @@ class HostCopies(SteppedShards):
         self._pin_memory = pin_memory
         self._device = torch.get_device_module(device)
         self._down, self._up = self._device.Stream(), self._device.Stream()
-        self._in_parts = steps_in_parts(optimizer)
+        self._in_parts = not isinstance(optimizer, ShardOptimizer)
         self._hooks = StepHooks(optimizer)
         super().__init__(optimizer, masters)
         numbers = {each: number for number, unit in enumerate(units) for each in unit}  # a shared one is in several
@@ -73,7 +73,7 @@ class HostCopies(SteppedShards):
     def _update(self) -> None:
         """Update by units, with as many calls of the optimizer's step.
 
-        An optimizer that may need all parameters gets them in one call. So do hooks of the user's, which see them all.
+        An optimizer that sends shards gets all in one call. So do hooks of the user's, which see them all.
         """
         watched = self._hooks.of_others()
         if watched:  # and they may change gradients

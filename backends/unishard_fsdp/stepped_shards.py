@@ -1,5 +1,5 @@
 """Step an optimizer on other tensors than the parameters: on plain tensors in place of DTensors, this rank's shards,
-and on the master weights of whole parameters; `host_copies.py` on copies, `replicated_dtensors.py` on DTensors.
+and on the master weights of whole parameters; `host_copies.py` on copies.
 
 The dispatch of an operation on DTensors takes longer than the operation, and the first call of a fused kernel on n of
 them takes n squared: it derives the placement of each entry from all entries (torch 2.13,

@@ -115,10 +115,6 @@ def test_an_optimizer_without_its_package(monkeypatch: pytest.MonkeyPatch, name:
             lambda params: torch.optim.SGD([*params, nn.Parameter(torch.zeros(1))], lr=1.0),
             "the function added 1 parameters that are not in its argument",
         ),
-        (
-            lambda params: torch.optim.Adafactor(params),
-            "Adafactor needs full tensors, but engines step shards; choose no_shard",
-        ),
         (lambda params: torch.optim.LBFGS(params), "LBFGS recomputes the loss inside step"),
         (
             lambda params: torch.optim.SGD(params, lr=1.0, differentiable=True),
@@ -129,22 +125,18 @@ def test_an_optimizer_without_its_package(monkeypatch: pytest.MonkeyPatch, name:
             "Adam has capturable=True, but updates are not captured",
         ),
     ],
-    ids=["nothing", "too few", "foreign", "factored", "line search", "differentiable", "capturable"],
+    ids=["nothing", "too few", "foreign", "line search", "differentiable", "capturable"],
 )
 def test_refused(build: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"optimizer: {message}"):
-        built(from_factory(build, sharded=True), model())
+        built(from_factory(build), model())
 
 
 def test_no_factory() -> None:
     with pytest.raises(
         ConfigError, match=r"optimizer: is a str; pass a new torch\.optim\.Optimizer of model\.parameters\(\), or"
     ):
-        from_factory("adamw", sharded=False)  # type: ignore[arg-type]
-
-
-def test_whole_tensors_may_be_factored() -> None:
-    assert type(built(from_factory(torch.optim.Adafactor, sharded=False), model())) is torch.optim.Adafactor
+        from_factory("adamw")  # type: ignore[arg-type]
 
 
 def stepped(on: nn.Module, kind: Any, **options: Any) -> torch.optim.Optimizer:
@@ -158,10 +150,6 @@ def loaded(on: nn.Module) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(on.parameters())
     optimizer.load_state_dict(stepped(model(), torch.optim.AdamW).state_dict())
     return optimizer
-
-
-class Muon(torch.optim.SGD):
-    """Not torch's."""
 
 
 def partly_frozen(on: nn.Module) -> torch.optim.Optimizer:
@@ -190,8 +178,6 @@ def partly_frozen(on: nn.Module) -> torch.optim.Optimizer:
             r"requires_grad_\(False\)",
         ),
         (partly_frozen, "group 1 of SGD has only frozen parameters; remove it"),
-        (lambda on: torch.optim.Adafactor(on.parameters()), "Adafactor needs full tensors, but engines step shards"),
-        (lambda on: Muon(on.parameters(), lr=0.1), "Muon needs full tensors, but engines step shards"),
         (lambda on: torch.optim.Adam(on.parameters(), capturable=True), "Adam has capturable=True"),
     ],
     ids=[
@@ -202,15 +188,13 @@ def partly_frozen(on: nn.Module) -> torch.optim.Optimizer:
         "foreign",
         "left out",
         "frozen group",
-        "whole tensors",
-        "another's Muon",
         "capturable",
     ],
 )
 def test_an_object_that_cannot_be_moved(make: Callable[[nn.Module], torch.optim.Optimizer], message: str) -> None:
     on = model()
     with pytest.raises(ConfigError, match=f"optimizer: {message}"):
-        move_to_shards(make(on), on, sharded=True)
+        move_to_shards(make(on), on)
 
 
 def test_an_object_keeps_its_groups_on_other_parameters() -> None:
@@ -231,7 +215,7 @@ def test_an_object_keeps_its_groups_on_other_parameters() -> None:
         maximize=True,
     )
     groups = list(optimizer.param_groups)
-    build = move_to_shards(optimizer, on, sharded=True)
+    build = move_to_shards(optimizer, on)
     assert built(build, after) is optimizer
     assert all(one is other for one, other in zip(optimizer.param_groups, groups, strict=True))
     moved = dict(after.named_parameters())
@@ -248,7 +232,7 @@ def test_an_object_keeps_its_groups_on_other_parameters() -> None:
 def test_state_before_the_first_step_is_made_anew() -> None:
     on, after = model(), model()
     optimizer = torch.optim.Adagrad(on.parameters(), lr=0.1, initial_accumulator_value=0.5)
-    built(move_to_shards(optimizer, on, sharded=True), after)
+    built(move_to_shards(optimizer, on), after)
     after(torch.ones(1, 2)).square().sum().backward()
     gradient = after[0].bias.grad.clone()  # type: ignore[index,union-attr]
     optimizer.step()

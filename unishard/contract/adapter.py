@@ -277,6 +277,9 @@ class EngineAdapter(InferenceAdapter):
             ContractError: The engine cannot do this; says where it works.
         """
 
+    calls_in_update = 1
+    """How often an update calls the step of the torch optimizer."""
+
     reduces_each_backward = True
     """Whether gradients are reduced in each backward, and not only in the last one of a window or in `update`."""
 

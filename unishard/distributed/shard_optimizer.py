@@ -16,6 +16,9 @@ class ShardOptimizer(torch.optim.Optimizer):
     An engine tells it after sharding; until then it may not know what it steps.
     """
 
+    steps_late = False
+    """Whether the last call of `step` in an update changes what was stepped in the others, too."""
+
     @abstractmethod
     def first_state(self, options: Mapping[str, Any], tensor: Tensor) -> dict[str, Any]:
         """The state that the first step creates for a tensor, as a checkpoint has it; no step is made.

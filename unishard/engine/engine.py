@@ -325,6 +325,7 @@ class Engine(OtherNames, Process):
         self._observers.on_evaluate(not mode)
         before = self.module.training
         self.module.train(mode)
+        self._order.writes += bool(self._accumulation and self._accumulation.optimizer.train_mode(mode))
         return cast(Self, EngineInMode(self, before))
 
     def eval(self) -> Self:

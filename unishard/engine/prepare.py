@@ -34,7 +34,7 @@ from unishard.engine.model.quantization.adoption import adopt
 from unishard.engine.model.unprepared import allow_forwards
 from unishard.engine.optim import stepping
 from unishard.engine.optim.eight_bit import share_blocks
-from unishard.engine.optim.matrices import share_matrices
+from unishard.engine.optim.matrices import share_matrices, share_whole_tensors
 from unishard.engine.optim.schedulers import SchedulerFactory
 from unishard.engine.resolve import Fingerprint, fingerprint_of, resolve
 from unishard.engine.verify import verify
@@ -119,6 +119,7 @@ def prepare(
             if adapter.training is not None and plan.optimizer is not None:
                 share_matrices(adapter.training, plan.optimizer.groups)
                 share_blocks(adapter.training, plan.optimizer.groups)
+                share_whole_tensors(adapter.training, plan)
             engine = Engine(adapter, plan, around)
             on_error.pop_all()  # from here on the engine closes them
         return engine if plan.optimizer is None else _begin(engine, plan, reseed=reseed)

@@ -185,7 +185,6 @@ def setup_of(
         cfg.scheduler,
         optimizer,
         scheduler,
-        sharded=cfg.sharding.strategy != "no_shard",
         matrices=matrices_of(cfg.optimizer, shape_of(model, cfg.sharding).trainable) if chosen else (),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ class Interval(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A parameter of two dimensions, or of three: a matrix for each index of the first."""
+    """A parameter of two dimensions, or of three: a matrix for each index of the first; for whole tensors, of any."""
 
     name: str
     """Its name in the model."""
@@ -42,13 +42,21 @@ class Matrix(NamedTuple):
     """Matrices of one bucket are exchanged together; -1 for those that are not exchanged."""
 
 
-def layout_of(sections: Iterable[Mapping[str, Shard]], device: torch.device) -> list[list[Matrix]]:
+def work(shape: Sequence[int]) -> int:
+    """Multiplications of a product of a matrix with itself."""
+    return prod(shape) * min(shape[-2:])
+
+
+def layout_of(
+    sections: Iterable[Mapping[str, Shard]], device: torch.device, cost: Callable[[Sequence[int]], int] = work
+) -> list[list[Matrix]]:
     """Lay out matrices, with one owner each, so that the owners of a bucket have equal work. Collective.
 
     Args:
         sections: This rank's shards of matrices, by name, the same names in the same order on all ranks of a group. No
             bucket mixes two sections.
         device: Where this rank communicates.
+        cost: The work of a matrix of a shape.
     """
     layout, buckets = [], 0
     for section in sections:
@@ -63,15 +71,10 @@ def layout_of(sections: Iterable[Mapping[str, Shard]], device: torch.device) -> 
                     for name, shard in shards.items()
                 ]
             else:
-                members += _shared(group, shards, device, buckets)
+                members += _shared(group, shards, device, buckets, cost)
                 buckets = 1 + members[-1].bucket
         layout.append(members)
     return layout
-
-
-def work(shape: Sequence[int]) -> int:
-    """Multiplications of a product of a matrix with itself, by which owners are balanced."""
-    return prod(shape) * min(shape[-2:])
 
 
 def _group_of(shard: Shard) -> dist.ProcessGroup | None:
@@ -79,7 +82,11 @@ def _group_of(shard: Shard) -> dist.ProcessGroup | None:
 
 
 def _shared(
-    group: dist.ProcessGroup, shards: Mapping[str, Shard], device: torch.device, bucket: int
+    group: dist.ProcessGroup,
+    shards: Mapping[str, Shard],
+    device: torch.device,
+    bucket: int,
+    cost: Callable[[Sequence[int]], int],
 ) -> Iterator[Matrix]:
     """Yield matrices that the ranks of a group share. Collective."""
     ranks = dist.get_world_size(group)
@@ -99,7 +106,7 @@ def _shared(
         for (name, shard), of_ranks in zip(shards.items(), intervals, strict=True)
     ]
     for number, members in enumerate(_buckets(found, ranks * _ELEMENTS)):
-        owners = _balanced([work(each.shape) for each in members], ranks)
+        owners = _balanced([cost(each.shape) for each in members], ranks)
         yield from (
             each._replace(owner=owner, bucket=bucket + number) for each, owner in zip(members, owners, strict=True)
         )

@@ -4,7 +4,7 @@
 |---|---|
 | `materialization`, `shared_memory` | build parameters on the device, a part at a time |
 | `dtypes`, `input_casts`, `kept_fp32` | cast a model and its inputs, but for what stays in fp32 |
-| `parameter_groups`, `element_wise` | the groups of the config's optimizer, and whether it can step shards |
+| `parameter_groups` | the groups of the config's optimizer |
 | `grad_norm`, `skipping` | norm and scaling of gradients; an update that the device skips |
 | `empty_parameters`, `forwards`, `tracebacks` | what a model's modules are: empty, recomputed, compiled, in an error |
 

@@ -16,7 +16,7 @@ from unishard.contract.backend import OptimizerBuilder, OptimizerFactory
 from unishard.engine.optim.compute_groups import separate
 from unishard.engine.optim.eight_bit import on_blocks
 from unishard.engine.optim.empty_groups import without_empty
-from unishard.engine.optim.matrices import on_shards
+from unishard.engine.optim.matrices import on_owners, on_shards
 from unishard.engine.optim.optimizers import description_of_built, factory, from_factory, move_to_shards
 from unishard.engine.optim.schedulers import SchedulerFactory, build_scheduler, check
 
@@ -32,7 +32,6 @@ class OptimizerSetup:
         optimizer: OptimizerFactory | torch.optim.Optimizer | None,
         scheduler: SchedulerFactory | LRScheduler | None,
         *,
-        sharded: bool,
         matrices: Collection[str] = (),
     ) -> None:
         """Check everything; build nothing.
@@ -43,7 +42,6 @@ class OptimizerSetup:
             schedule: What is used if the caller has passed no scheduler.
             optimizer: What the caller has passed.
             scheduler: What the caller has passed.
-            sharded: Whether the optimizer will step shards.
             matrices: Names of the parameters that the config's optimizer updates as matrices.
 
         Raises:
@@ -51,7 +49,8 @@ class OptimizerSetup:
         """
         if scheduler is not None:
             check(scheduler, optimizer)
-        self._build = _builder(model, section, optimizer, sharded=sharded, matrices=matrices)
+        self._build = _builder(model, section, optimizer, matrices)
+        self._again = None if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self.from_caller = not (optimizer is scheduler is None)
         """Whether what is built depends on the caller's code, too."""
         self.schedule = schedule
@@ -73,6 +72,7 @@ class OptimizerSetup:
         separate(optimizer, self.scheduler)
         names = {id(parameter): name for name, parameter in pairs}
         self.optimizer, optimizer = optimizer, on_blocks(on_shards(without_empty(optimizer)), names)
+        optimizer = on_owners(optimizer, names, [each for _, each in pairs], self._again)
         self.groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         if self._scheduler is not None and self.scheduler is None:
             self.scheduler = build_scheduler(self._scheduler, self.optimizer)  # type: ignore[arg-type]  # not a scheduler, so a function
@@ -89,12 +89,10 @@ def _builder(
     model: nn.Module,
     section: Optimizer,
     given: OptimizerFactory | torch.optim.Optimizer | None,
-    *,
-    sharded: bool,
     matrices: Collection[str],
 ) -> OptimizerBuilder:
     if given is None:
         return factory(section, model, matrices)
     if isinstance(given, torch.optim.Optimizer):
-        return move_to_shards(given, model, sharded=sharded)
-    return from_factory(given, sharded=sharded)
+        return move_to_shards(given, model)
+    return from_factory(given)

@@ -8,6 +8,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.contract.kit.kept_fp32 import is_kept
+from unishard.distributed.nested_optimizers import optimizers_in
 from unishard.errors import ConfigError, Problem
 
 
@@ -31,6 +32,12 @@ def separate(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) ->
         places = [at for at, parameter in enumerate(group["params"]) if is_kept(parameter)]
         if 0 < len(places) < len(group["params"]):
             _refuse_with(scheduler)
+            if len(optimizers_in(optimizer)) > 1:
+                what = (
+                    f"{type(optimizer).__name__} holds other optimizers, whose groups precision.keep_fp32 would cut; "
+                    "give the parameters that it keeps a group of their own"
+                )
+                raise ConfigError([Problem("optimizer", what)])
             kept.append(_only(group, places))
             group.update(_only(group, [at for at in range(len(group["params"])) if at not in places]))
             others.append(group)

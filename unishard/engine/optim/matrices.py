@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from unishard import config
 from unishard.contract.adapter import EngineAdapter
+from unishard.contract.plan import RunPlan
+from unishard.distributed.shard_optimizer import ShardOptimizer
 from unishard.distributed.shards import Shard
 from unishard.engine.optim.empty_groups import let_copy_step
 from unishard.engine.optim.stepped_by_name import stepped_by_name
+from unishard.engine.optim.trial import ask, is_known
+from unishard.errors import ConfigError, Problem
 from unishard.matrices.layout import layout_of
 from unishard.matrices.matrix_optimizer import MatrixOptimizer
 from unishard.matrices.muon import Muon
+from unishard.matrices.whole_tensors import Make, Sharing, WholeTensors
 
 _logger = logging.getLogger("unishard")
 _SHOWN = 6
@@ -39,11 +46,6 @@ def muon_of(cfg: config.Optimizer, groups: list[dict[str, Any]]) -> Muon:
     )
 
 
-def steps_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer that needs whole matrices can step shards, or `on_shards` makes one of it that can."""
-    return isinstance(optimizer, MatrixOptimizer) or type(optimizer) is torch.optim.Muon
-
-
 def on_shards(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer; in place of torch's Muon one with the same groups and options that steps shards.
 
@@ -61,6 +63,26 @@ def on_shards(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     vars(own).pop("step", None)  # a scheduler has set a `step` that is bound to `optimizer`
     let_copy_step()
     return own
+
+
+def on_owners(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], parameters: Sequence[Tensor], again: Make | None
+) -> torch.optim.Optimizer:
+    """The optimizer if its update is element-wise; else one with the same groups that lets it step whole tensors.
+
+    Args:
+        optimizer: Has not stepped yet.
+        names: Names of its parameters, by `id`, in the model's order.
+        parameters: These.
+        again: Makes the same optimizer on other tensors, if it can be made again.
+    """
+    if isinstance(optimizer, ShardOptimizer) or is_known(optimizer):
+        return optimizer
+    needs = ask(optimizer, parameters, again)
+    if needs.element_wise:
+        return optimizer
+    let_copy_step()
+    return WholeTensors.of(optimizer, names, again, needs)
 
 
 def share_matrices(adapter: EngineAdapter, names: Sequence[Sequence[str]]) -> None:
@@ -93,6 +115,58 @@ def share_matrices(adapter: EngineAdapter, names: Sequence[Sequence[str]]) -> No
             len(others),
             _few(others) or "none",
         )
+
+
+def share_whole_tensors(adapter: EngineAdapter, plan: RunPlan) -> None:
+    """Let an optimizer that steps whole tensors know how they are sharded; does nothing for others. Collective.
+
+    Raises:
+        ConfigError: It needs all tensors together, and they are on several ranks; or it cannot be sharded or saved.
+    """
+    optimizer = adapter.torch_optimizer
+    if not isinstance(optimizer, WholeTensors) or plan.optimizer is None:
+        return
+    kind = type(optimizer).__name__
+    named = dict(adapter.module.named_parameters())
+    with torch.no_grad():
+        sections = [{name: adapter.master_shard(named[name]) for name in names} for names in plan.optimizer.groups]
+        layout = layout_of(sections, adapter.device, cost=prod)
+    shared = any(each.group is not None for members in layout for each in members)
+    unsaved = plan.checkpoint.dir is not None and optimizer.needs.unsaved
+    if shared and not optimizer.needs.by_tensor:
+        _refuse(
+            f"{kind} updates a tensor by what it finds in others, such as the norm of all gradients in step(), and "
+            "with sharding no rank has all; write sharding: no_shard, or training.gradient_clipping in place of a "
+            "norm in step()"
+        )
+    if unsaved:
+        _refuse(f"the state of {kind} cannot be saved, and checkpoint.dir is set: {unsaved}")
+    optimizer.share(
+        Sharing(
+            layout={id(group): members for group, members in zip(optimizer.param_groups, layout, strict=True)},
+            stepped=stepped_by_name(adapter),
+            shards={name: shard for section in sections for name, shard in section.items()},
+            written=adapter.weights_written,
+            device=adapter.device,
+            steps_on=adapter.device if plan.model.offload.optimizer == "none" else torch.device("cpu"),
+            calls=adapter.calls_in_update,
+        ),
+        {name: named[name] for names in plan.optimizer.groups for name in names} if plan.guard.full_weights else None,
+    )
+    if shared and not dist.get_rank():
+        if optimizer.needs.unknown:
+            _logger.warning(
+                "what %s looks at in an update is not known, since its steps on small tensors fail (%s); each tensor "
+                "is sent whole to one rank, which is right unless an update looks at several",
+                kind,
+                optimizer.needs.unknown,
+            )
+        else:
+            _logger.info("%s is not element-wise: each tensor is sent whole to one rank, which updates it", kind)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ConfigError([Problem("optimizer", what)])
 
 
 def _few(names: Sequence[str]) -> str:

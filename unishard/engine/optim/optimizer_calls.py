@@ -11,6 +11,7 @@ from unishard.contract.adapter import EngineAdapter
 from unishard.engine.optim.public_optimizer import GuardedOptimizer, PublicOptimizer
 from unishard.engine.optim.stepping import OwnCalls, forget, watch
 from unishard.errors import ContractError
+from unishard.matrices.whole_tensors import WholeTensors
 
 
 class OptimizerCalls:
@@ -37,9 +38,13 @@ class OptimizerCalls:
             whole: Whether this rank has all of the optimizer's state.
         """
         self._own = own = OwnCalls()
-        self.public = PublicOptimizer(adapter.optimizer, adapter.torch_optimizer, own, require_no_gradients)
+        self.public = PublicOptimizer(adapter, own, require_no_gradients)
         """`engine.optimizer`."""
-        self._guarded = GuardedOptimizer(built, own, require_no_gradients, whole=whole)
+        self._real = real = adapter.torch_optimizer
+        modes = {
+            name: getattr(real, name) for name in ("train", "eval") if isinstance(real, WholeTensors) and real.modes
+        }
+        self._guarded = GuardedOptimizer(built, own, require_no_gradients, whole=whole, modes=modes)
         self._number = watch(adapter.module, model_class, (built, adapter.optimizer, adapter.torch_optimizer), own)
 
     def own(self) -> AbstractContextManager[None]:
@@ -67,6 +72,14 @@ class OptimizerCalls:
         if self.public.scheduled:
             with self._own.run():
                 self.public.step()
+
+    def train_mode(self, training: bool) -> bool:
+        """Put an optimizer that has modes, as schedule-free ones, into one, with the weights of it; whether it has.
+
+        Collective.
+        """
+        with self._own.run():
+            return isinstance(self._real, WholeTensors) and self._real.train_mode(training)
 
     def close(self) -> None:
         """Refuse nothing any longer."""

@@ -16,13 +16,10 @@ from torch import Tensor, nn
 from unishard import config
 from unishard.contract.backend import OptimizerBuilder, OptimizerFactory
 from unishard.contract.kit.parameter_groups import groups_of, without_match
+from unishard.distributed.nested_optimizers import groups_in, optimizers_in
 from unishard.engine.optim.eight_bit import adamw_8bit_of, follow_overrides, is_adamw_8bit, problems_of
-from unishard.engine.optim.matrices import muon_of, steps_shards
+from unishard.engine.optim.matrices import muon_of
 from unishard.errors import ConfigError, Problem
-
-_FULL_TENSORS = (torch.optim.Adafactor, torch.optim.Muon)
-"""Their update is not element-wise, so updating a shard would give other values (torch 2.13); so is that of others of
-the same name, such as the Adafactor of transformers. For Muon there is one that steps shards."""
 
 _PACKAGES = {"lion": ("lion_pytorch", "optimizers"), "adamw_8bit": ("bitsandbytes", "adamw8bit")}
 """Of optimizers that are not torch's: the package, and the extra that installs it."""
@@ -108,12 +105,11 @@ def _new(cfg: config.Optimizer, groups: list[dict[str, Any]], *, fuses: bool) ->
             return muon_of(cfg, groups)
 
 
-def from_factory(build: OptimizerFactory, *, sharded: bool) -> OptimizerBuilder:
+def from_factory(build: OptimizerFactory) -> OptimizerBuilder:
     """Make a builder from a caller's function, and check the optimizer that it returns.
 
     Args:
         build: Takes the trainable parameters, without names.
-        sharded: Whether the optimizer will step shards.
     """
     if not callable(build):
         _refuse(
@@ -126,7 +122,7 @@ def from_factory(build: OptimizerFactory, *, sharded: bool) -> OptimizerBuilder:
         optimizer: object = build(params)
         if not isinstance(optimizer, torch.optim.Optimizer):
             _refuse(f"the function returned {type(optimizer).__name__}; it must return a torch.optim.Optimizer")
-        if problem := next(_problems(optimizer, sharded=sharded), None):
+        if problem := next(_problems(optimizer), None):
             _refuse(problem)
         given = {id(parameter) for parameter in params}
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -145,7 +141,7 @@ def from_factory(build: OptimizerFactory, *, sharded: bool) -> OptimizerBuilder:
     return build_checked
 
 
-def move_to_shards(optimizer: torch.optim.Optimizer, model: nn.Module, *, sharded: bool) -> OptimizerBuilder:
+def move_to_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerBuilder:
     """Make a builder that moves a caller's optimizer to the sharded parameters, with its groups and options.
 
     The object and its group dicts stay the same, so a scheduler on it still writes the live learning rates.
@@ -153,29 +149,27 @@ def move_to_shards(optimizer: torch.optim.Optimizer, model: nn.Module, *, sharde
     Args:
         optimizer: An optimizer of the parameters of `model` that has not stepped yet.
         model: Not sharded yet.
-        sharded: Whether the optimizer will step shards.
 
     Raises:
-        ConfigError: It has state, its parameters are not the model's trainable ones, or it cannot step shards.
+        ConfigError: It has state, or its parameters are not the model's trainable ones.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if problem := next(_instance_problems(optimizer, model, names, sharded=sharded), None):
+    if problem := next(_instance_problems(optimizer, model, names), None):
         _refuse(problem)
-    kept = [
-        [(at, names[id(p)]) for at, p in enumerate(group["params"]) if p.requires_grad]
-        for group in optimizer.param_groups
-    ]
+    groups = groups_in(optimizer)
+    kept = [[(at, names[id(p)]) for at, p in enumerate(group["params"]) if p.requires_grad] for group in groups]
 
     def move(named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         found = dict(named)
         follow_overrides(optimizer, {number: found[name] for number, name in names.items() if name in found})
         # Only Adagrad has state before its first step, and recreates it if missing (torch 2.13, optim/adagrad.py).
-        optimizer.state.clear()
-        for group, places in zip(optimizer.param_groups, kept, strict=True):
+        for each in optimizers_in(optimizer):
+            each.state.clear()
+        for group, places in zip(groups, kept, strict=True):
             group["params"] = [found[name] for _, name in places]
             if "param_names" in group:
                 group["param_names"] = [group["param_names"][at] for at, _ in places]
-            if isinstance(group["lr"], Tensor):
+            if isinstance(group.get("lr"), Tensor):
                 group["lr"] = group["lr"].item()  # schedules write numbers, and DTensors cannot be mixed with tensors
         return optimizer
 
@@ -211,18 +205,16 @@ def description_of_built(optimizer: torch.optim.Optimizer, names: Mapping[int, s
     return described
 
 
-def _instance_problems(
-    optimizer: torch.optim.Optimizer, model: nn.Module, names: dict[int, str], *, sharded: bool
-) -> Iterator[str]:
+def _instance_problems(optimizer: torch.optim.Optimizer, model: nn.Module, names: dict[int, str]) -> Iterator[str]:
     """Yield the problems of a caller's optimizer."""
     kind = type(optimizer).__name__
-    yield from _problems(optimizer, sharded=sharded)
-    if _has_state(optimizer):
+    yield from _problems(optimizer)
+    if any(map(_has_state, optimizers_in(optimizer))):
         yield (
             f"{kind} already has state of {len(optimizer.state)} parameters, which sharding would lose; pass an "
             "optimizer that has not stepped and has no loaded state"
         )
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = {id(parameter) for group in groups_in(optimizer) for parameter in group["params"]}
     if held - names.keys():
         yield (
             f"{kind} has {len(held - names.keys())} parameters that are not in {type(model).__name__}; create it from "
@@ -241,14 +233,11 @@ def _instance_problems(
             yield f"group {index} of {kind} has only frozen parameters; remove it"
 
 
-def _problems(optimizer: torch.optim.Optimizer, *, sharded: bool) -> Iterator[str]:
+def _problems(optimizer: torch.optim.Optimizer) -> Iterator[str]:
     """Yield the reasons why an optimizer would not train as in plain torch."""
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         yield "LBFGS recomputes the loss inside step(), which no engine supports; choose another optimizer"
-    names = {each.__name__ for each in type(optimizer).__mro__}
-    if sharded and not steps_shards(optimizer) and any(each.__name__ in names for each in _FULL_TENSORS):
-        yield f"{kind} needs full tensors, but engines step shards; choose no_shard or another optimizer"
     if is_adamw_8bit(optimizer):
         yield from problems_of(optimizer)
     for option, why in (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from unishard.contract.adapter import EngineAdapter
+from unishard.engine.optim.state_by_parameter import StateByParameter
 from unishard.engine.optim.stepping import OwnCalls
 from unishard.errors import ContractError
 
@@ -21,19 +23,17 @@ class PublicOptimizer(torch.optim.Optimizer):
     A torch optimizer, so that schedulers can be built on it. Other attributes are those of the engine's own optimizer.
     """
 
-    def __init__(
-        self, real: Any, inner: torch.optim.Optimizer, own: OwnCalls, require_no_gradients: Callable[[str], None]
-    ) -> None:
+    def __init__(self, adapter: EngineAdapter, own: OwnCalls, require_no_gradients: Callable[[str], None]) -> None:
         """Does not register parameters, as the base class would: they stay those of the engine's optimizer.
 
         Args:
-            real: The engine's optimizer, whose groups hold the live learning rates.
-            inner: The torch optimizer that makes the updates.
+            adapter: Its optimizer's groups hold the live learning rates.
             own: Whether the engine is calling.
             require_no_gradients: Raises if the engine holds gradients that the named call would drop.
         """
-        self._real = real
-        self._inner = inner
+        self._real: Any = adapter.optimizer
+        self._inner = adapter.torch_optimizer
+        self._state = StateByParameter(adapter)
         self._own = own
         self._require_no_gradients = require_no_gradients
         self.before_reading: Callable[[], None] = lambda: None
@@ -48,8 +48,8 @@ class PublicOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of the torch optimizer, of this rank's shards."""
-        return self._inner.state
+        """What this rank holds of each parameter's state, by the model's parameters, on every engine."""
+        return self._state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -59,7 +59,7 @@ class PublicOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._real, name)
+        return getattr(self._inner, name) if hasattr(self._inner, name) else getattr(self._real, name)
 
     def step(self, closure: Any = None) -> Any:
         """Refuse; the engine calls it after an update for the schedulers built on this object, which expect that."""
@@ -111,6 +111,7 @@ class GuardedOptimizer:
         require_no_gradients: Callable[[str], None],
         *,
         whole: bool,
+        modes: Mapping[str, Any],
     ) -> None:
         """From now on refuse.
 
@@ -119,6 +120,7 @@ class GuardedOptimizer:
             own: Whether the engine is calling.
             require_no_gradients: Raises if the engine holds gradients that the named call would drop.
             whole: Whether its state is all there, so that it may be read.
+            modes: Its `train` and `eval`, if it has them.
         """
         kind = type(optimizer).__name__
         zero_grad = optimizer.zero_grad
@@ -139,7 +141,7 @@ class GuardedOptimizer:
         def before_loading(optimizer: Any, state: Any) -> None:
             _refuse(f"{kind}.load_state_dict()", "would not reach the engine's shards")
 
-        self._attributes: dict[str, Any] = {"zero_grad": guarded_zero_grad, "add_param_group": refuse_group}
+        self._attributes: dict[str, Any] = {"zero_grad": guarded_zero_grad, "add_param_group": refuse_group, **modes}
         self._optimizer = optimizer
         self._hooks = [
             optimizer.register_state_dict_pre_hook(before_saving),

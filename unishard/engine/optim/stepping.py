@@ -115,6 +115,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 "engine.step() updates the parameters, zeroes their gradients and steps the scheduler"
             )
         return
+    if any(each.running for each in _own.values()):  # one that an engine's optimizer holds
+        return
     seen = _prepared, len(optimizer.param_groups)
     if _admitted.get(optimizer) != seen:
         _require_other_parameters(optimizer)

@@ -5,6 +5,7 @@ In a checkpoint it is whole, by the matrix's name, so that any rank of any engin
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -13,9 +14,13 @@ from torch import Tensor
 
 from unishard.checkpoint import tensor_names
 from unishard.checkpoint.tensor_reader import Tensors
+from unishard.checkpoint.user_state import once, pack, unpack
 from unishard.errors import CheckpointError
 from unishard.matrices.matrix_optimizer import MatrixOptimizer
+from unishard.matrices.whole_tensors import WholeTensors
 
+_STATE, _NUMBERS_OF_ALL = "whole", ".numbers"
+"""Names of packed state, which no key of a matrix has."""
 _NUMBERS = {int: torch.int64, float: torch.float64}
 """Numbers are tensors without dimensions of these dtypes, which tensors of an optimizer are not."""
 
@@ -26,6 +31,8 @@ def matrix_state_of(optimizer: object) -> dict[str, Tensor]:
     Raises:
         CheckpointError: An optimizer keeps something else than tensors and numbers.
     """
+    if isinstance(optimizer, WholeTensors):
+        return _whole_state_of(optimizer)
     if not isinstance(optimizer, MatrixOptimizer):
         return {}
     return {
@@ -38,13 +45,11 @@ def matrix_state_of(optimizer: object) -> dict[str, Tensor]:
 @torch.no_grad()
 def resume_matrix_state(optimizer: object, tensors: Tensors) -> None:
     """Read what this rank keeps of the matrices that it owns; of those that were never updated there is nothing."""
+    if isinstance(optimizer, WholeTensors):
+        _resume_whole_state(optimizer, tensors)
     if not isinstance(optimizer, MatrixOptimizer):
         return
-    owned = {
-        matrix.name
-        for matrix in optimizer.matrices()
-        if matrix.group is None or matrix.owner == dist.get_rank(matrix.group)
-    }
+    owned = _owned(optimizer)
     found: dict[str, dict[str, Any]] = {}
     for full_name in tensors:
         name, _, key = full_name.removeprefix(tensor_names.MATRICES).rpartition(".")
@@ -54,6 +59,52 @@ def resume_matrix_state(optimizer: object, tensors: Tensors) -> None:
             found.setdefault(name, {})[key] = value.item() if number else value.to(optimizer.device)
     optimizer.owned.clear()
     optimizer.owned.update(found)
+
+
+def _owned(optimizer: MatrixOptimizer | WholeTensors) -> set[str]:
+    return {
+        matrix.name
+        for matrix in optimizer.matrices()
+        if matrix.group is None or matrix.owner == dist.get_rank(matrix.group)
+    }
+
+
+def _whole_state_of(optimizer: WholeTensors) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name in _owned(optimizer):
+        found |= _packed(f"{name}.{_STATE}", optimizer.state_of(name), optimizer)
+    if not dist.get_rank():
+        found |= _packed(_NUMBERS_OF_ALL, optimizer.numbers(), optimizer)
+    return found | {f"{tensor_names.MATRICES}.{place}": value for place, value in optimizer.copies().items()}
+
+
+def _packed(name: str, value: Any, optimizer: object) -> dict[str, Tensor]:
+    """A value in tensors: JSON as bytes, and those that it holds."""
+    if not value:
+        return {}
+    prefix = tensor_names.MATRICES + name
+    try:
+        packed, tensors = pack(value, f"{prefix}.")
+    except CheckpointError as error:
+        raise CheckpointError(f"the state of {type(optimizer).__name__} cannot be saved: {error}") from error
+    return tensors | {prefix: torch.frombuffer(bytearray(json.dumps(packed).encode()), dtype=torch.uint8)}
+
+
+def _resume_whole_state(optimizer: WholeTensors, tensors: Tensors) -> None:
+    names = {*tensors}
+
+    def read(name: str) -> Any:
+        full = tensor_names.MATRICES + name
+        if full not in names:
+            return {}
+        return unpack(json.loads(bytes(tensors.full(full).tolist())), once(tensors.full))
+
+    for name in _owned(optimizer):
+        optimizer.write_state(name, read(f"{name}.{_STATE}"))
+    optimizer.write_numbers(read(_NUMBERS_OF_ALL))
+    for place, value in optimizer.copies().items():
+        if (full := f"{tensor_names.MATRICES}.{place}") in names:
+            value.copy_(tensors.full(full))
 
 
 def _as_tensor(optimizer: object, key: str, value: object) -> Tensor:

@@ -85,6 +85,8 @@ def restore(
         ) from error
     on_all(group, lambda: resume_matrix_state(run.torch_optimizer, tensors))
     run.adapter.loaded()
+    if run.accumulation is not None:  # the checkpoint may be of the other mode
+        run.accumulation.optimizer.train_mode(run.adapter.module.training)
     notes = [*reader.notes, *reader.converted.notes(group), *resume(run, manifest, states, group), *notes_of_state]
     notes += on_all(group, lambda: [*restore_extra_state(run.adapter.module, extra)])
     average = run.tensors.average

@@ -1,0 +1,41 @@
+"""The state of an engine's optimizer by the model's parameters, whatever it steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from unishard.contract.adapter import EngineAdapter
+from unishard.matrices.whole_tensors import WholeTensors
+
+
+class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
+    """What this rank holds of each parameter's state: live memory, but for numbers where ZeRO steps flat tensors.
+
+    As torch's, it is empty of a parameter that was never updated.
+    """
+
+    def __init__(self, adapter: EngineAdapter) -> None:
+        self._adapter = adapter
+        self._names = {parameter: name for name, parameter in adapter.module.named_parameters()}
+
+    def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
+        optimizer: Any = self._adapter.torch_optimizer
+        if parameter in optimizer.state:
+            found: dict[str, Any] = optimizer.state[parameter]
+            return found
+        name = self._names[parameter]
+        if isinstance(optimizer, WholeTensors):
+            return next(iter(optimizer.state_of(name).values()), {})
+        return {key: shard.values for key, shard in self._adapter.optimizer_state.shards(parameter).items()}
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._names and bool(self[parameter])  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (parameter for parameter in self._names if parameter in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
