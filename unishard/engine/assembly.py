@@ -84,7 +84,7 @@ def training_windows(
             adapter,
             optimizer.optimizer or adapter.torch_optimizer,
             plan.model.name,
-            order.require_no_gradients,
+            order,
             whole=plan.guard.full_weights,
         ),
         Guards(order, [*guards, EndedSchedule(schedule, order)]),

@@ -317,15 +317,15 @@ class Engine(OtherNames, Process):
         The first evaluation after training makes buffers that differ between ranks equal, as `training.buffers` says.
         Returns the engine; `with engine.eval():` ends in the mode of before, and closes nothing.
         """
-        if mode:
-            self._training("train")
+        training = self._training("train") if mode else self._accumulation
         self._order.require_open("train")
         if self.module.training and not mode:
             self._buffers.equalize("eval")
         self._observers.on_evaluate(not mode)
         before = self.module.training
         self.module.train(mode)
-        self._order.writes += bool(self._accumulation and self._accumulation.optimizer.train_mode(mode))
+        if training is not None:
+            training.optimizer.train_mode(mode)
         return cast(Self, EngineInMode(self, before))
 
     def eval(self) -> Self:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from unishard.distributed.nested_optimizers import HOOKS, attributes_of, groups_in, optimizers_in, write_attribute
 from unishard.distributed.shard_optimizer import ShardOptimizer
 from unishard.distributed.shards import Shard, SteppedShard
-from unishard.errors import ConfigError, ContractError, Problem
+from unishard.errors import ConfigError, Problem
 from unishard.matrices.exchange import Exchange
 from unishard.matrices.layout import Matrix
 
@@ -38,15 +38,15 @@ class Needs(NamedTuple):
     """Why its state cannot be saved."""
 
 
-class Sharing(NamedTuple):
+class WholeLayout(NamedTuple):
     """How the tensors of an optimizer are sharded."""
 
     layout: Mapping[int, Sequence[Matrix]]
     """Of each group, by the identity of its dict."""
     stepped: Callable[[], Mapping[str, SteppedShard]]
     """Called in a step: where the shards are that it changes, by name."""
-    shards: Mapping[str, Shard]
-    """Between steps: the weights of this rank, by name."""
+    shards: Callable[[], Mapping[str, Shard]]
+    """Called between steps: the weights of this rank, by name."""
     written: Callable[[], None]
     """Called after these are written. Collective."""
     device: torch.device
@@ -57,7 +57,7 @@ class Sharing(NamedTuple):
     """Calls of `step` in one update."""
 
 
-class _Part(NamedTuple):
+class _Received(NamedTuple):
     """Tensors that were received together."""
 
     exchange: Exchange | None
@@ -95,22 +95,23 @@ class WholeTensors(ShardOptimizer):
         own.__setstate__(
             base | {"defaults": given.defaults, "param_groups": given.param_groups, "state": defaultdict(dict)}
         )
-        own.given, own.needs, own.trains, own._is_whole = given, needs, True, False
+        own.given, own.needs, own._is_whole = given, needs, False
         own._again, own._names, own._sharing = again, [*names.values()], None
         own._places = _places(given, names)
-        own._parts, own._calls, own._changed = [], 0, set()
+        own._parts, own._calls, own._changed, own._keeps_weights = [], 0, set(), False
         return own
 
     needs: Needs
-    trains: bool
-    """The mode that it is in."""
     _is_whole: bool
+    """Whether it steps the model's parameters themselves."""
+    _keeps_weights: bool
+    """Whether owners keep whole weights between updates, since copies of weights are compared with all of them."""
     _again: Make | None
     _names: list[str]
     _places: list[tuple[dict[str, Any], list[str]]]
     """The groups of the user's optimizer and of those that it holds, with the names of their parameters."""
-    _sharing: Sharing | None
-    _parts: list[_Part]
+    _sharing: WholeLayout | None
+    _parts: list[_Received]
     """Received in this update."""
     _calls: int
     _changed: set[str]
@@ -119,8 +120,6 @@ class WholeTensors(ShardOptimizer):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "given" not in vars(self):
             raise AttributeError(name)
-        if name in ("train", "eval") and self.modes:
-            return partial(self.require_mode, name == "train")
         return getattr(self.given, name)
 
     @property
@@ -143,7 +142,7 @@ class WholeTensors(ShardOptimizer):
         """Nothing: state is no shard."""
         return {}
 
-    def share(self, sharing: Sharing, parameters: Mapping[str, nn.Parameter] | None) -> None:
+    def share(self, sharing: WholeLayout, parameters: Mapping[str, nn.Parameter] | None) -> None:
         """Step shards from now on. Collective.
 
         Args:
@@ -154,11 +153,12 @@ class WholeTensors(ShardOptimizer):
             ConfigError: Its update needs all tensors together, or it has copies of whole tensors.
         """
         self._sharing, self._is_whole = sharing, parameters is not None
+        shards = sharing.shards()
         self.tensors = dict(parameters or {}) or {
             name: nn.Parameter(shard.values.new_empty([0] * max(1, len(shard.shape)), device=sharing.steps_on))
-            for name, shard in sharing.shards.items()
+            for name, shard in shards.items()
         }
-        if not self._is_whole and self.holds_copies({shard.shape for shard in sharing.shards.values()}):
+        if not self._is_whole and self.holds_copies({shard.shape for shard in shards.values()}):
             self._make_again()
         self.train_mode(True)
 
@@ -182,11 +182,12 @@ class WholeTensors(ShardOptimizer):
     def _made_again(self, made: Optimizer) -> None:
         """Let an optimizer of whole tensors be the user's: with the group dicts that the engine steps."""
         places = _places(made, {id(tensor): name for name, tensor in self.tensors.items()})
-        same = dict(zip(map(id, made.param_groups), self.given.param_groups, strict=True))
+        filled = [group for group in made.param_groups if group["params"]]
+        same = dict(zip(map(id, filled), self.given.param_groups, strict=True))
         self._places = [(same.get(id(group), group), names) for group, names in places]
         for each in optimizers_in(made):
             each.param_groups[:] = [same.get(id(group), group) for group in each.param_groups]
-        self.given = made
+        self.given, self._keeps_weights = made, True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -216,27 +217,13 @@ class WholeTensors(ShardOptimizer):
         self._call(partial(getattr(type(self.given), "train" if training else "eval"), self.given))
         self._send_back()
         self._sharing.written()
-        self.trains = training
         return True
-
-    def require_mode(self, training: bool) -> None:
-        """What a call of its `train` or `eval` does that is not the engine's: nothing, where it says what is.
-
-        Raises:
-            ContractError: It is in the other mode.
-        """
-        if training != self.trains:
-            call, engine = ("train", "engine.train()") if training else ("eval", "engine.eval()")
-            raise ContractError(
-                f"{type(self.given).__name__}.{call}() was called, but its weights are with the engine; call {engine}, "
-                "which calls it, too"
-            )
 
     def _receive_weights(self) -> None:
         """Get whole weights of all owned tensors, between two updates. Collective."""
         if self._sharing is None:
             return
-        places = {name: SteppedShard(shard.values) for name, shard in self._sharing.shards.items()}
+        places = {name: SteppedShard(shard.values) for name, shard in self._sharing.shards().items()}
         for members in self._sharing.layout.values():
             for _, each in groupby(members, key=lambda each: each.bucket):
                 self._receive([*each], places, self._sharing, gradients=False)
@@ -245,7 +232,7 @@ class WholeTensors(ShardOptimizer):
         self,
         matrices: Sequence[Matrix],
         stepped: Mapping[str, SteppedShard],
-        sharing: Sharing,
+        sharing: WholeLayout,
         *,
         gradients: bool = True,
     ) -> None:
@@ -254,11 +241,11 @@ class WholeTensors(ShardOptimizer):
         weights = [_interval(matrix, each.tensor.detach(), each.start) for matrix, each in parts]
         slopes = [_interval(matrix, each.tensor.grad, each.start) for matrix, each in parts] if gradients else []
         if matrices[0].bucket < 0:
-            self._parts.append(_Part(None, matrices, weights))
+            self._parts.append(_Received(None, matrices, weights))
             self._give(matrices, weights, slopes, sharing)
             return
         exchange = Exchange(matrices)
-        self._parts.append(_Part(exchange, matrices, weights))
+        self._parts.append(_Received(exchange, matrices, weights))
 
         def wholes(intervals: Sequence[Tensor]) -> list[Tensor]:
             sent = [each.to(sharing.device, matrices[0].dtype) for each in intervals]
@@ -267,7 +254,7 @@ class WholeTensors(ShardOptimizer):
         self._give(exchange.owned, wholes(weights), wholes(slopes), sharing)
 
     def _give(
-        self, matrices: Sequence[Matrix], weights: Sequence[Tensor], slopes: Sequence[Tensor], sharing: Sharing
+        self, matrices: Sequence[Matrix], weights: Sequence[Tensor], slopes: Sequence[Tensor], sharing: WholeLayout
     ) -> None:
         for number, matrix in enumerate(matrices):
             tensor = self.tensors[matrix.name]
@@ -309,8 +296,10 @@ class WholeTensors(ShardOptimizer):
             for whole, into in zip(wholes, weights, strict=True):
                 if whole.data_ptr() != into.data_ptr():
                     into.copy_(whole.reshape(into.shape))
-            for each in members if not self._is_whole else ():
-                self.tensors[each.name].grad = None
+            for tensor in (self.tensors[each.name] for each in members if not self._is_whole):
+                tensor.grad = None
+                if not self._keeps_weights:
+                    tensor.data = tensor.new_empty(0)
         self._parts.clear()
 
     # -- in checkpoints ----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from unishard.engine.optim.empty_groups import without_empty
 from unishard.engine.optim.matrices import on_owners, on_shards
 from unishard.engine.optim.optimizers import description_of_built, factory, from_factory, move_to_shards
 from unishard.engine.optim.schedulers import SchedulerFactory, build_scheduler, check
+from unishard.matrices.whole_tensors import WholeTensors
 
 
 class OptimizerSetup:
@@ -77,6 +78,7 @@ class OptimizerSetup:
         if self._scheduler is not None and self.scheduler is None:
             self.scheduler = build_scheduler(self._scheduler, self.optimizer)  # type: ignore[arg-type]  # not a scheduler, so a function
         self.description = description_of_built(optimizer, names)
+        self.description["whole tensors"] = isinstance(optimizer, WholeTensors)
         if self.scheduler is not None:
             self.description |= {
                 "scheduler": type(self.scheduler).__name__,

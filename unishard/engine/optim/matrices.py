@@ -23,7 +23,7 @@ from unishard.errors import ConfigError, Problem
 from unishard.matrices.layout import layout_of
 from unishard.matrices.matrix_optimizer import MatrixOptimizer
 from unishard.matrices.muon import Muon
-from unishard.matrices.whole_tensors import Make, Sharing, WholeTensors
+from unishard.matrices.whole_tensors import Make, WholeLayout, WholeTensors
 
 _logger = logging.getLogger("unishard")
 _SHOWN = 6
@@ -128,9 +128,13 @@ def share_whole_tensors(adapter: EngineAdapter, plan: RunPlan) -> None:
         return
     kind = type(optimizer).__name__
     named = dict(adapter.module.named_parameters())
+    groups = plan.optimizer.groups
+
+    def sections() -> list[dict[str, Shard]]:
+        return [{name: adapter.master_shard(named[name]) for name in names} for names in groups]
+
     with torch.no_grad():
-        sections = [{name: adapter.master_shard(named[name]) for name in names} for names in plan.optimizer.groups]
-        layout = layout_of(sections, adapter.device, cost=prod)
+        layout = layout_of(sections(), adapter.device, cost=prod)
     shared = any(each.group is not None for members in layout for each in members)
     unsaved = plan.checkpoint.dir is not None and optimizer.needs.unsaved
     if shared and not optimizer.needs.by_tensor:
@@ -142,16 +146,16 @@ def share_whole_tensors(adapter: EngineAdapter, plan: RunPlan) -> None:
     if unsaved:
         _refuse(f"the state of {kind} cannot be saved, and checkpoint.dir is set: {unsaved}")
     optimizer.share(
-        Sharing(
+        WholeLayout(
             layout={id(group): members for group, members in zip(optimizer.param_groups, layout, strict=True)},
             stepped=stepped_by_name(adapter),
-            shards={name: shard for section in sections for name, shard in section.items()},
+            shards=lambda: {name: shard for section in sections() for name, shard in section.items()},
             written=adapter.weights_written,
             device=adapter.device,
             steps_on=adapter.device if plan.model.offload.optimizer == "none" else torch.device("cpu"),
             calls=adapter.calls_in_update,
         ),
-        {name: named[name] for names in plan.optimizer.groups for name in names} if plan.guard.full_weights else None,
+        {name: named[name] for names in groups for name in names} if plan.guard.full_weights else None,
     )
     if shared and not dist.get_rank():
         if optimizer.needs.unknown:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
 from unishard.contract.adapter import EngineAdapter
+from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.optim.public_optimizer import GuardedOptimizer, PublicOptimizer
 from unishard.engine.optim.stepping import OwnCalls, forget, watch
 from unishard.errors import ContractError
@@ -24,7 +25,7 @@ class OptimizerCalls:
         adapter: EngineAdapter,
         built: torch.optim.Optimizer,
         model_class: str,
-        require_no_gradients: Callable[[str], None],
+        order: CallOrder,
         *,
         whole: bool,
     ) -> None:
@@ -34,17 +35,18 @@ class OptimizerCalls:
             adapter: The sharded model and its optimizer.
             built: The optimizer that was passed to `prepare` or built for it; the user may hold it.
             model_class: Class of the model before it was sharded.
-            require_no_gradients: Raises if the engine holds gradients that the named call would drop.
+            order: The position in the loop.
             whole: Whether this rank has all of the optimizer's state.
         """
         self._own = own = OwnCalls()
-        self.public = PublicOptimizer(adapter, own, require_no_gradients)
+        self.public = PublicOptimizer(adapter, own, order.require_no_gradients)
         """`engine.optimizer`."""
-        self._real = real = adapter.torch_optimizer
-        modes = {
-            name: getattr(real, name) for name in ("train", "eval") if isinstance(real, WholeTensors) and real.modes
-        }
-        self._guarded = GuardedOptimizer(built, own, require_no_gradients, whole=whole, modes=modes)
+        self._real, self._order = adapter.torch_optimizer, order
+        modes = {}
+        if isinstance(self._real, WholeTensors) and self._real.modes:
+            modes = {"train": partial(self.train_mode, True), "eval": partial(self.train_mode, False)}
+        vars(self.public).update(modes)
+        self._guarded = GuardedOptimizer(built, own, order.require_no_gradients, whole=whole, modes=modes)
         self._number = watch(adapter.module, model_class, (built, adapter.optimizer, adapter.torch_optimizer), own)
 
     def own(self) -> AbstractContextManager[None]:
@@ -73,13 +75,11 @@ class OptimizerCalls:
             with self._own.run():
                 self.public.step()
 
-    def train_mode(self, training: bool) -> bool:
-        """Put an optimizer that has modes, as schedule-free ones, into one, with the weights of it; whether it has.
-
-        Collective.
-        """
+    def train_mode(self, training: bool) -> None:
+        """Put an optimizer that has modes, as schedule-free ones, into one, with the weights of it. Collective."""
         with self._own.run():
-            return isinstance(self._real, WholeTensors) and self._real.train_mode(training)
+            if isinstance(self._real, WholeTensors) and self._real.train_mode(training):
+                self._order.writes += 1
 
     def close(self) -> None:
         """Refuse nothing any longer."""
