@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import threading
+import traceback
 import tracemalloc
 from collections.abc import Callable
 from copy import deepcopy
@@ -135,8 +136,9 @@ def test_a_full_disk_is_an_error_that_names_the_folder_and_leaves_nothing(
     with pytest.raises(
         CheckpointError,
         match=r"/out/model\.safetensors: cannot be written \(No space left on device\); free disk space",
-    ):
+    ) as raised:
         export_checkpoint(folder, tmp_path / "out")
+    assert "".join(traceback.format_exception(raised.value)).count("Traceback") == 1
     assert list(tmp_path.iterdir()) == [folder]
 
 

@@ -221,4 +221,4 @@ def _os_errors(path: Path, problem: str, instead: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"{path}: {problem} ({error.strerror}); {instead}") from error
+        raise CheckpointError(f"{path}: {problem} ({error.strerror}); {instead}") from None

@@ -84,7 +84,7 @@ def _mark(folder: Path) -> str:
     except OSError as error:
         raise CheckpointError(
             f"{folder}: cannot be written ({error.strerror}); free disk space, or choose another folder"
-        ) from error
+        ) from None
     return token
 
 

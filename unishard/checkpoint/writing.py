@@ -91,7 +91,8 @@ def write(
     except (CheckpointException, OSError, ValueError) as error:
         planner.cache.forget()
         _raise_own_interrupt(error, 0 if single else dist.get_rank(group))
-        raise CheckpointError(f"{folder}: {_cause(error)}") from error
+        message, known = _cause(error)
+        raise CheckpointError(f"{folder}: {message}") from None if known else error
     except BaseException:
         planner.cache.forget()
         raise
@@ -108,13 +109,15 @@ def _raise_own_interrupt(error: BaseException, rank: int) -> None:
         raise share(cause) from None
 
 
-def _cause(error: BaseException) -> str:
-    """The error message of the first rank that failed, from what torch.distributed.checkpoint raises on all ranks."""
+def _cause(error: BaseException) -> tuple[str, bool]:
+    """The error message of the first rank that failed, from what torch.distributed.checkpoint raises on all ranks, and
+    whether it says all, as that of a full disk does.
+    """
     if not isinstance(error, CheckpointException):
-        return str(error)
+        return str(error), isinstance(error, OSError)
     rank, (cause, _) = next(iter(sorted(error.failures.items())))
     # a KeyboardInterrupt has no message
-    return f"rank {rank} could not write its shards: {str(cause) or type(cause).__name__}"
+    return f"rank {rank} could not write its shards: {str(cause) or type(cause).__name__}", isinstance(cause, OSError)
 
 
 class _Planner(DefaultSavePlanner):

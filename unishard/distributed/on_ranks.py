@@ -37,7 +37,7 @@ def on_first(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
     dist.broadcast_object_list(answer, group=group, group_src=0)
     _raise_interrupt(error)
     if answer[1] is not None:
-        raise CheckpointError(answer[1]) from error
+        raise CheckpointError(answer[1]) from _shown(error)
     return answer[0]  # type: ignore[no-any-return]
 
 
@@ -60,7 +60,7 @@ def on_all(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
     _raise_interrupt(error)
     if failed:
         others = f" (and {len(failed) - 1} other ranks failed)" if len(failed) > 1 else ""
-        raise CheckpointError(failed[0] + others) from error
+        raise CheckpointError(failed[0] + others) from _shown(error)
     return result  # type: ignore[return-value]
 
 
@@ -123,6 +123,11 @@ def _raise_interrupt(error: BaseException | None) -> None:
     """Raise what is no error of the call, after the other ranks have heard of it."""
     if error is not None and _is_interrupt(error):
         raise share(error)
+
+
+def _shown(error: BaseException | None) -> BaseException | None:
+    """The error whose traceback is shown as the cause: none where the message says all."""
+    return None if isinstance(error, UnishardError | OSError) else error
 
 
 def _message(error: BaseException | None) -> str | None:

@@ -177,4 +177,4 @@ def _os_errors(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{path}: cannot be written ({error.strerror or error}); free disk space, or choose a folder that every "
             "rank can write to; nothing is left behind"
-        ) from error
+        ) from None
