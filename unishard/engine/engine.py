@@ -462,11 +462,9 @@ class Engine(OtherNames, Process):
     ) -> Resumed | None:
         """Resume from a checkpoint of any engine, strategy and number of ranks. Collective.
 
-        Inside a loop over `batches`, that goes back to the data position of the checkpoint.
-
         Each rank reads its shards. Learning rates, schedule and precision come from the current config; differences
         from the checkpoint are logged, and listed in the result. With another number of ranks, random generators are
-        seeded from `training.seed`, the step and the rank.
+        seeded from `training.seed`, the step and the rank. A loop over `batches` around the call goes back, too.
 
         Args:
             source: A checkpoint; a directory of checkpoints, of which the newest complete one is used; `"latest"` for
