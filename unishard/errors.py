@@ -101,6 +101,10 @@ class EngineMismatchError(UnishardError, RuntimeError):
     """The running engine does not have the settings of the config."""
 
 
+class UnusedFieldWarning(UserWarning):
+    """A field of a config does not count under the value that an override chose for an open line."""
+
+
 class RenamedFieldWarning(FutureWarning):
     """A config uses the old name of a field. The old name is accepted for one release."""
 

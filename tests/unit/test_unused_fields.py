@@ -9,7 +9,7 @@ import pytest
 
 import unishard
 from unishard.config import Config, leaves
-from unishard.contract.unused import why_unused
+from unishard.config.unused import why_unused
 
 ANOTHER: dict[str, Any] = {
     "sharding.group_size": 2,

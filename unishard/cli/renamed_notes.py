@@ -1,4 +1,4 @@
-"""Warnings about renamed fields, as one plain line each instead of Python's two with a source path."""
+"""Warnings about fields that are renamed or left out, as one plain line each instead of two with a source path."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from unishard.cli.wrapping import echo
-from unishard.errors import RenamedFieldWarning
+from unishard.errors import RenamedFieldWarning, UnusedFieldWarning
+
+_NOTES = (RenamedFieldWarning, UnusedFieldWarning)
 
 
 @contextmanager
 def collected() -> Iterator[list[str]]:
-    """Collect the notes about renamed fields while something runs, each once; other warnings are shown as always."""
+    """Collect the notes about fields while something runs, each once; other warnings are shown as always."""
     notes: list[str] = []
     with warnings.catch_warnings():
-        warnings.simplefilter("always", RenamedFieldWarning)
+        for kind in _NOTES:
+            warnings.simplefilter("always", kind)
         show = warnings.showwarning
 
         def keep(
@@ -27,7 +30,7 @@ def collected() -> Iterator[list[str]]:
             file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
-            if not issubclass(category, RenamedFieldWarning):
+            if not issubclass(category, _NOTES):
                 show(message, category, filename, lineno, file, line)
             elif str(message) not in notes:
                 notes.append(str(message))
@@ -38,7 +41,7 @@ def collected() -> Iterator[list[str]]:
 
 @contextmanager
 def plain_notes() -> Iterator[None]:
-    """Write the notes about renamed fields to stderr, one line each."""
+    """Write the notes about fields to stderr, one line each."""
     with collected() as notes:
         try:
             yield

@@ -13,10 +13,10 @@ from unishard.config.describe import bare
 from unishard.config.loading import Origins
 from unishard.config.nested import flat
 from unishard.config.topology import Topology
+from unishard.config.unused import why_unused
 from unishard.contract import registry
 from unishard.contract.rules import Fit
 from unishard.contract.translate import translate
-from unishard.contract.unused import why_unused
 
 _NULL_IS_ON = frozenset({"sharding.group_size"})
 """Fields whose `null` stands for a value."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.unused import why_unused
+from unishard.config.unused import why_unused
 
 Setting = Callable[[Config, Topology], Native]
 Holds = Callable[[Config], bool]

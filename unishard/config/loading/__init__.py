@@ -12,6 +12,7 @@ from unishard.config import Config, Section
 from unishard.config.describe import shown
 from unishard.config.loading.document import Document, from_mapping, section_of, without_own_sections
 from unishard.config.loading.launched import handed_over, note_read
+from unishard.config.loading.open_lines import open_lines, without_unused
 from unishard.config.loading.origins import Origin, Origins
 from unishard.config.loading.other_tools import other_tool
 from unishard.config.loading.overrides import override
@@ -54,8 +55,8 @@ def merge_overrides(document: Document, overrides: Sequence[str]) -> tuple[Confi
     if message := other_tool(document.data, file):
         raise ConfigError([Problem("", message, file)])
     document.data = current_names(document.data, document.origins)
-    findings = list(document.findings)
-    for text in map(current_change, _changes(overrides)):
+    findings, opened, changes = list(document.findings), open_lines(document.data), _changes(overrides)
+    for text in map(current_change, changes):
         wrong = list(override(document, text))
         keys = tuple(text.partition("=")[0].strip().split("."))
         findings = [
@@ -66,6 +67,10 @@ def merge_overrides(document: Document, overrides: Sequence[str]) -> tuple[Confi
     except ValidationError as error:
         broken = {finding.path[:depth] for finding in findings for depth in range(1, len(finding.path) + 1)}
         findings += [found for found in findings_of(error, document.data) if found.path not in broken]
+        if opened:
+            changed = {change.partition("=")[0].strip() for change in changes}
+            if config := without_unused(document, findings, changed):
+                return config, document.origins
         raise _error(findings, document.origins) from None
     if findings:
         raise _error(findings, document.origins)

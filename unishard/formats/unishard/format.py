@@ -12,7 +12,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from unishard.config import Config, Section, leaves, value_at
 from unishard.config.loading.document import from_mapping, without_own_sections
-from unishard.config.loading.placeholders import placeholder, stand_ins, undecided_in
+from unishard.config.loading.placeholders import needs, placeholder, stand_ins, undecided_in
 from unishard.config.loading.renamed import current_names
 from unishard.config.loading.validation import dotted, findings_of
 from unishard.config.nested import Native, flat, merge, nested
@@ -306,13 +306,23 @@ def text_of(document: Native, reading: ReadDocument) -> str:
     script.
     """
     commented = _commented(document)
-    for path, undecided in reading.undecided.items():
+    for path, comment in _comments(document, reading.undecided):
         *above, name = path.split(".")
         section: Any = commented
         for key in above:
             section = section[key]
-        section.yaml_add_eol_comment(f"needs your decision: the value comes from {undecided.who}", name)
+        section.yaml_add_eol_comment(comment, name)
     return _header(reading) + yaml_text(commented)
+
+
+def _comments(document: Native, undecided: Mapping[str, Undecided]) -> Iterator[tuple[str, str]]:
+    """What is to be known of a line: who decides it, or that it counts only under one value of an open line."""
+    for path, one in undecided.items():
+        yield path, f"needs your decision: the value comes from {one.who}"
+    for path, value in flat(document):
+        for switch, accepted in needs(path, value).items() if path not in undecided else ():
+            if switch in undecided:
+                yield path, f"only with {switch} {' or '.join(accepted)}; remove it otherwise"
 
 
 def plain(value: Any) -> Any:
