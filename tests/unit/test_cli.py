@@ -170,3 +170,9 @@ def test_demo_is_called_with_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(unishard.tools.demo.comparison, "run_demo", lambda **arguments: calls.append(arguments))
     assert run("demo", "--out", "there", "--world-size", "3", "--steps", "5").exit_code == 0
     assert calls == [{"out": Path("there"), "world_size": 3, "steps": 5}]
+
+
+def test_launch_without_a_config_says_what_to_write() -> None:
+    result = run("launch", "train.py", "--epochs", "3")
+    assert result.exit_code == 2
+    assert "train.py is the script; write the config before it: cfg.yaml train.py" in " ".join(result.output.split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import typer
 from typer.core import TyperCommand
 
 
@@ -13,7 +14,7 @@ class ScriptLast(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put `--` before the arguments of the script."""
         values = {name for option in self.params if not getattr(option, "is_flag", True) for name in option.opts}
-        words, positional = iter(range(len(args))), 0
+        words, positional, first = iter(range(len(args))), 0, ""
         for at in words:
             if args[at] == "--":
                 break
@@ -22,7 +23,10 @@ class ScriptLast(TyperCommand):
                     next(words, None)
             else:
                 positional += 1
+                first = first or args[at]
                 if positional == 2:
                     args = [*args[:at], "--", *args[at:]]
                     break
+        if first.endswith(".py"):
+            raise typer.BadParameter(f"{first} is the script; write the config before it: cfg.yaml {first}")
         return list(super().parse_args(ctx, args))

@@ -50,6 +50,14 @@ _NO_SHARDS = UnusedIf(lambda cfg: cfg.sharding.strategy == "no_shard", "nothing 
 _WHOLE_PARAMETERS = UnusedIf(lambda cfg: cfg.sharding.within_group != "full_shard", "parameters are not sharded")
 
 
+def _several(value: Any) -> Any:
+    if value == 1 and not isinstance(value, bool):
+        raise PydanticCustomError(
+            "one", "is 1, and a group of one rank shards nothing; write 2 or more, or strategy: no_shard without it"
+        )
+    return value
+
+
 class Sharding(Section):
     """What is sharded across the ranks, and in which units."""
 
@@ -65,7 +73,7 @@ class Sharding(Section):
     `full_shard` and `shard_grad_op` within groups of `group_size` ranks, replicated across groups (FSDP HYBRID_SHARD,
     MiCS). FSDP's enum names, `ddp`, `hsdp` and `zero0` to `zero3` are accepted in any case.
     """
-    group_size: Annotated[int | None, _NO_GROUPS] = Field(default=None, ge=2)
+    group_size: Annotated[int | None, _NO_GROUPS, BeforeValidator(_several)] = Field(default=None, ge=2)
     """Ranks in one sharding group (`hybrid_shard` and `hybrid_shard_grad_op` only); it must divide the number of ranks.
     Consecutive ranks form a group. `null` for the ranks of one node. A group of all ranks means no replication."""
     reshard_after_forward: Annotated[bool | int, _WHOLE_PARAMETERS] = Field(default=True)

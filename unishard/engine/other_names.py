@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from unishard.config import Config
-from unishard.config.hints import MOVED
+from unishard.config.hints import BY_HABIT, MOVED
 from unishard.config.loading.validation import paths_of
 from unishard.errors import ContractError
 
@@ -41,7 +41,8 @@ class OtherNames:
                 )
             if hasattr(type(self), name):  # a property that has raised AttributeError, whose own text is wanted
                 return object.__getattribute__(self, name)
-            hint = f"; {MOVED[name]}" if name in MOVED else ""
+            said = MOVED.get(name) or BY_HABIT.get(name)
+            hint = f"; {said}" if said else ""
             raise AttributeError(f"'Engine' object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

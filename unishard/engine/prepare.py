@@ -207,14 +207,18 @@ def _begin(engine: Engine, plan: RunPlan, *, reseed: bool) -> Engine:
 
 
 def _require_unwrapped(model: object) -> None:
-    """Check that a model is not another engine's wrapper, which would run inside this one.
+    """Check that a model is one, and not another engine's wrapper, which would run inside this one.
 
     Raises:
-        ModelError: It is. Classes are compared by name, so that nothing is imported for it.
+        ModelError: It is not. Classes are compared by name, so that nothing is imported for it.
     """
     if any(kind.__name__ in _WRAPPERS for kind in type(model).__mro__):
         raise ModelError(
             f"prepare needs the model itself, got {type(model).__name__}; pass the model that it wraps: its `module`"
+        )
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"prepare needs a torch.nn.Module, got {type(model).__name__}; pass the model: prepare(model, cfg)"
         )
 
 

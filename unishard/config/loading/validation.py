@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from unishard.config import CROSS_FIELD, Config, Section, items_of
 from unishard.config.describe import choices, expected, shown, type_in_words
-from unishard.config.hints import IN_SCRIPT
+from unishard.config.hints import IN_SCRIPT, VALUES
 from unishard.config.loading.origins import Keys, Origin
 
 _BUILT_IN = frozenset(get_args(ErrorType))
@@ -145,6 +145,8 @@ def _got(value: Any, *, words: bool = False) -> str:
 def _hint(field: FieldInfo, value: Any) -> str:
     """A suggestion, if the intended value can be guessed."""
     if isinstance(value, str):
+        if VALUES.get(value.lower()) in choices(field.annotation):
+            return f"write {VALUES[value.lower()]}"
         near = get_close_matches(value.lower(), choices(field.annotation), 1, _CLOSE)
         if near:
             return f"did you mean {near[0]!r}?"
@@ -204,6 +206,8 @@ def unknown(section: Keys, name: str, root: type[Section] = Config) -> str:
             "is a dotted name, which only an override has; write "
             f"{outer.replace('.', ': {')}: {{{inner}: ...}}{'}' * outer.count('.')}"
         )
+    if section and wanted.isdecimal():
+        return f"is a number in the place of a field; write a number with a point, such as 0.{wanted}"
     if wanted in IN_SCRIPT:
         return f"unknown field, which {IN_SCRIPT[wanted]}"
     meant = (

@@ -47,6 +47,8 @@ def from_file(path: Path) -> Document:
     Raises:
         ConfigError: The file cannot be read, or is not a YAML mapping.
     """
+    if path.suffix == ".py":
+        raise file_error(path, "is a script, and the config stands before it; write CONFIG, such as cfg.yaml")
     document = from_text(text_of(path), str(path))
     if document.data is None:
         raise file_error(path, "is empty; write at least 'backend: fsdp'")
