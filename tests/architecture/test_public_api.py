@@ -85,7 +85,7 @@ def test_what_an_engine_is() -> None:
         *("read", "write", "gathered", "unsharded", "norms", "state_dict", "load", "stream"),
         *("set_trainable", "frozen", "average", "placement", "rounded"),
     }
-    assert members(Gradients) == {"read", "write", "norms", "norm", "loss_scale"}
+    assert members(Gradients) == {"read", "write", "norms", "norm", "clip", "loss_scale"}
     assert members(Framework) == {
         *("set_boundary", "scaled_backward", "routed", "finish_whole", "reached_by", "on_save"),
         *("leave", "release"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -42,7 +43,7 @@ def by_hand(*cell):
     for _ in range(2):
         for turn, batch in enumerate(loader):
             loss = (model(batch["x"]) - batch["y"]).square().mean() / 3
-            acc.backward(loss)
+            acc.backward(loss, retain_graph=True)
             found.append(acc.reduce(loss.detach(), "mean").item())
             if (turn + 1) % 3 == 0 or turn + 1 == len(loader):
                 optimizer.step()
@@ -153,7 +154,9 @@ def wrong(backend):
         acc.backward(model(batch["x"]).square().mean())
         found["local"] = refused(optimizer.step)
         assert acc.clip_grad_norm_(model.parameters(), 1.0) is None
-    acc.backward(model(batch["x"]).square().mean())
+    loss = model(batch["x"]).square().mean()
+    found["graph"] = refused(acc.backward, loss, create_graph=True)
+    acc.backward(loss)
     found["kind"] = refused(acc.clip_grad_norm_, model.parameters(), 1.0, 1)
     found["part"] = refused(acc.clip_grad_norm_, model[0].parameters(), 1.0)
     found["state"] = refused(optimizer.state_dict)
@@ -186,6 +189,15 @@ def early(backend):
     return sum("the schedule has ended" in line for line in lines)
 
 
+AUTO = {
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+"""As a config of DeepSpeed comes with a model."""
+
+
 def configured(backend, folder):
     """By a file of unishard or of Accelerate, the environment, or the environment of `accelerate launch`."""
     kind = KINDS[backend]
@@ -210,6 +222,18 @@ def configured(backend, folder):
     steps = {"backend": backend, "training": {"gradient_accumulation_steps": 3}}
     problems.append(refused(made, steps, gradient_accumulation_steps=2))
     problems.append(refused(made, own, dynamo_backend="inductor"))
+    ds = Path(folder, "ds.json")
+    ds.write_text(json.dumps(AUTO))
+    left_open = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(ds), "ACCELERATE_USE_DEEPSPEED": "true"}
+    os.environ.update(left_open)
+    acc = made(None, gradient_accumulation_steps=2)
+    acc.prepare(torch.utils.data.DataLoader([0] * 12, batch_size=3))
+    found.append((acc.config.training.micro_batch_size, acc.config.training.gradient_accumulation_steps))
+    ds.write_text(json.dumps(AUTO | {"gradient_clipping": "automatic"}))
+    os.environ.update(left_open)
+    problems.append(refused(made, None))
+    for name in left_open:
+        os.environ.pop(name, None)
     for hook in ("no", "fp16"):
         with heard() as lines:
             made(own, kwargs_handlers=[accelerate.DistributedDataParallelKwargs(comm_hook=hook)])
@@ -263,6 +287,7 @@ def test_what_the_engines_cannot_do_is_one_error(backend):
         assert "call clip_grad_norm_" in found["value"]
         assert "remove no_sync or LocalSGD" in found["local"]
         assert "norm_type=1" in found["kind"]
+        assert "create_graph=" in found["graph"]
         assert "pass model.parameters()" in found["part"]
         assert "no closure" in found["closure"]
         assert all("AdamW writes other weights into the parameters" in each for each in found["schedulefree"])
@@ -287,10 +312,13 @@ def test_a_config_comes_from_many_places(backend, tmp_path):
         play(((configured, (backend, str(tmp_path))),))[configured, (backend, str(tmp_path))]
     )
     assert (found, problems, steps) == other
+    assert found.pop() == (3, 2)
     full = (backend, "full_shard", "bf16")
     assert found[::2] == [(backend, "shard_grad_op", "bf16"), full, (backend, "shard_grad_op", "bf16"), full, full]
     assert found[1::2] == [("bf16", "MULTI_CPU")] * 5
-    none, precision, plugin, launched, accumulation, compiled, harmless, handler = problems
+    none, precision, plugin, launched, accumulation, compiled, unclear, harmless, handler = problems
+    assert "ds.json" in unclear
+    assert "gradient_clipping" in unclear
     assert f"set {FILE}=train.yaml" in none
     assert "precision.compute: is bf16, but the framework's arguments say fp16" in precision
     assert "fsdp_plugin: is not for unishard's Accelerator" in plugin

@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "ranks"))
 from harness import DEEP, OTHER, my_rank, play, refused, values
 from test_on_accelerate import shared_folder
 
+from unishard import formats
 from unishard.checkpoint import manifest
 from unishard.testing.cells import BACKENDS
 
@@ -45,7 +46,7 @@ VARIANTS = {
     "recomputed": {"activation_checkpointing": True},
     "tied": {},
     "peft": {},
-    "best": BEST,
+    "best": BEST | {"activation_checkpointing": True},
     "peft-best": BEST,
     "weights-best": BEST | {"save_only_model": True},
 }
@@ -107,7 +108,7 @@ def arguments(folder, **options):
     return transformers.TrainingArguments(**given | options)
 
 
-def trainer(backend, strategy, folder, variant="plain", *, base=None, given=None, **options):
+def trainer(backend, strategy, folder, variant="plain", *, base=None, given=None, told=0, **options):
     transformers.logging.set_verbosity_error()
     args = arguments(folder, **VARIANTS[variant] | options)
     data = {"train_dataset": rows(), "eval_dataset": rows(7), "data_collator": collate}
@@ -118,9 +119,24 @@ def trainer(backend, strategy, folder, variant="plain", *, base=None, given=None
 
     kind = type("OnUnishard", (UnishardMixin, base), {})
     config = {"backend": backend, "sharding": strategy} if backend else None
+    if told:
+        overrides = f"backend={backend}", f"sharding.strategy={strategy}", f"scheduler.total_steps={told}"
+        config = formats.translate(args.to_dict(), "unishard", from_="hf", overrides=overrides).document
     if config and variant == "chunked":
         config["training"] = {"loss_chunk_tokens": 5}
     return kind(given, args, **data, unishard=config)
+
+
+class Looks(transformers.TrainerCallback):
+    """What a callback sees before the update: the norm of the gradients."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **others):
+        seen = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+        full = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in seen]
+        self.norms.append(torch.stack(full).norm().item())
 
 
 def history(made):
@@ -136,9 +152,14 @@ def ended(made):
 
 def trained(variant, backend, strategy):
     folder = shared_folder()
-    made = trainer(backend, strategy, folder, variant, num_train_epochs=2 if variant == "plain" else 1)
+    epochs = 2 if variant == "plain" else 1
+    told = 5 * epochs if variant in ("plain", "best") else 0
+    made = trainer(backend, strategy, folder, variant, num_train_epochs=epochs, told=told)
+    looks = Looks()
+    if variant == "plain":
+        made.add_callback(looks)
     made.train()
-    found = history(made)
+    found = history(made) + looks.norms
     found.append(made.evaluate()["eval_loss"])
     made.save_model(f"{folder}/final")
     files = sorted(os.listdir(f"{folder}/final")) if my_rank() == 0 else []
@@ -300,7 +321,19 @@ def translated():
         refused(make, {**own, "training": {"gradient_clipping": 2.0}}),
         refused(make, {**own, "precision": "fp32"}, bf16=True),
         refused(make, {**own, "training": {"loss_chunk_tokens": 8}}, label_smoothing_factor=0.1),
+        refused(make, {**own, **OTHERWISE}, optim="adafactor"),
+        refused(make, {**own, "activation_checkpointing": "selective"}, activation_checkpointing=True),
+        refused(make, {**own, "checkpoint": {"dir": "runs/x", "on_existing": "resume"}}),
+        refused(trainer("fsdp", "no_shard", shared_folder(), told=7).train),
     ]
+
+
+OTHERWISE = {
+    "training": {"micro_batch_size": 4, "seed": 1, "nonfinite": "raise"},
+    "optimizer": {"name": "adamw", "lr": 0.1, "weight_decay": 0.1},
+    "scheduler": {"name": "linear", "total_steps": 10},
+}
+"""Than the arguments, but for the weight decay."""
 
 
 ON_BOTH = ("plain", "best")
@@ -380,11 +413,25 @@ def test_a_config_of_deepspeed_says_the_optimizer_and_the_schedule():
 
 
 def test_the_arguments_of_the_trainer_are_translated_or_contradict():
-    for found, (none, both, contradicted, clipping, precision, smoothed) in of(translated):
+    for found, messages in of(translated):
+        none, both, contradicted, clipping, precision, smoothed, otherwise, recomputed, resumes, longer = messages
         assert found == ("fsdp", "full_shard", ["LlamaDecoderLayer"], "bf16", "shard_grad_op")
         assert "no config" in none
         assert "TrainingArguments.fsdp: is set beside a config of unishard" in both
         assert "TrainingArguments.deepspeed: contradicts other arguments: - ds gradient_clipping=2.0" in contradicted
-        assert "training.gradient_clipping: is 2.0, but the framework's arguments say 0.5" in clipping
+        assert "training.gradient_clipping: is 2.0, but TrainingArguments.max_grad_norm says 0.5" in clipping
         assert "precision.compute: is fp32, but the framework's arguments say bf16" in precision
         assert "leave it or training.loss_chunk_tokens out" in smoothed
+        for line in (
+            "training.micro_batch_size: is 4, but TrainingArguments.per_device_train_batch_size says 2",
+            "training.seed: is 1, but TrainingArguments.seed says 42",
+            "optimizer.name: is adamw, but TrainingArguments.optim says adafactor",
+            "optimizer.lr: is 0.1, but TrainingArguments.learning_rate says 0.01",
+            "scheduler.name: is linear, but TrainingArguments.lr_scheduler_type says cosine",
+        ):
+            assert line in otherwise
+        assert "weight_decay" not in otherwise
+        assert "nonfinite" not in otherwise
+        assert "activation_checkpointing: is selective, but TrainingArguments." in recomputed
+        assert "pass resume_from_checkpoint" in resumes
+        assert "scheduler.total_steps: is 7, but TrainingArguments.max_steps says 10" in longer

@@ -23,8 +23,8 @@ class Gradients:
     """Reads and replaces the gradients of the coming update; `engine.gradients`.
 
     Every method is collective, and is called between the backward of a window's last micro-batch and `step`. Gradients
-    are averaged over window and ranks, and not yet clipped. On an engine that was prepared with `train=False` each
-    raises `ContractError`.
+    are averaged over window and ranks, and not yet clipped, unless by `clip`. On an engine that was prepared with
+    `train=False` each raises `ContractError`.
     """
 
     def __init__(
@@ -129,6 +129,29 @@ class Gradients:
         if norm is None:
             norm = norm_across(self._shards(training).values(), training.adapter.device)
         return norm / divisor
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the gradients now, so that what looks at them before the step sees them clipped. Collective.
+
+        The step then clips them no more.
+
+        Args:
+            max_norm: The maximum L2 norm of all gradients together.
+
+        Returns:
+            The norm before, as `norm` returns it and the step will.
+
+        Raises:
+            ContractError: The window is not at its end.
+        """
+        norm, training = self.norm(), self._training("gradients.clip")
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for shard in self._shards(training).values():
+            shard.values.mul_(factor.to(shard.values.device))
+        self._shown.clear()
+        training.norm_before_clipping = norm
+        return norm
 
     @property
     def loss_scale(self) -> float:

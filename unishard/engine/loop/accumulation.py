@@ -66,6 +66,8 @@ class Accumulation:
         self._items = Items()
         self._finished: float | None = None
         """The divisor of the gradients, once they are final in this window."""
+        self.norm_before_clipping: Tensor | None = None
+        """Of gradients that were clipped before the step."""
         self._schedule = schedule
         self._optimizer = optimizer
         self._loss_scale = loss_scale
@@ -228,7 +230,7 @@ class Accumulation:
         order.discard_window()
         for forget in self._guards.all.forget:
             forget()
-        self._finished = None
+        self._finished = self.norm_before_clipping = None
 
     def close(self) -> None:
         """Give the user's optimizer and scheduler back, and end the logs."""
@@ -267,19 +269,22 @@ class Accumulation:
             self.discard()  # otherwise the next window would add to this one
             raise
         self.observers.on_gradients(self.finish_gradients)
+        before = self.norm_before_clipping
+        limit = max_norm if before is None else None
         try:
             with self._order.awaiting(), self._optimizer.own():
-                norm, updated = self.adapter.update(max_norm, divisor, finished=self._finished is not None)
+                norm, updated = self.adapter.update(limit, divisor, finished=self._finished is not None)
         except BaseException as error:
             self.observers.on_error(error)
             raise
         finally:
             self._order.end_window()
             self._items.clear()
-            self._finished = None
+            self._finished = self.norm_before_clipping = None
         for look in self._guards.all.after_update:
             look()
-        step = Step.pending(norm.get if isinstance(norm, HostRead) else lambda: norm, updated, lr)
+        read = norm.get if isinstance(norm, HostRead) else lambda: norm
+        step = Step.pending(read if before is None else lambda: before.item(), updated, lr)
         at_once = (  # something cannot take the update back, or raises
             self._training.nonfinite == "raise" or not self._schedule.can_retreat or self.after_update is not _nothing
         )

@@ -19,11 +19,13 @@ from unishard.config import Config
 from unishard.engine.engine import Engine
 from unishard.engine.prepare import prepare
 from unishard.errors import CheckpointError, ConfigError, ContractError, Problem
+from unishard.integrations import backward_options
 from unishard.integrations.accelerate.configuring import (
     agreed,
     config_of,
     shared_samples,
     unsharded_in_one_process,
+    with_batch_size,
 )
 from unishard.integrations.accelerate.sharing import Sharing
 from unishard.integrations.accelerate.trained import EngineOptimizer, Trained, WatchedScheduler
@@ -117,7 +119,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if len(candidates) != 1:
             raise ContractError(
                 f"{len(candidates)} prepared models could be meant, not one; prepare a model with its optimizer, and "
-                "call backward once for each forward"
+                "call backward once for each forward, of the sum of its losses"
             )
         return candidates[0]
 
@@ -154,6 +156,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """As Accelerate's; a model is sharded where its optimizer is prepared."""
         models = [argument for argument in args if isinstance(argument, nn.Module) and self.engine_of(argument) is None]
         self._untrained += [model for model in models if all(model is not other for other in self._untrained)]
+        self.config = with_batch_size(self.config, args, self.num_processes if self.split_batches else 1)
         for argument in args:
             if isinstance(argument, torch.optim.Optimizer) and self._wrapped(argument) is None:
                 self._train(argument, self._untrained)
@@ -235,8 +238,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Divide a loss by `gradient_accumulation_steps`, and run its backward on the engine."""
-        kwargs.pop("scale_wrt_gas", None)  # an option of DeepSpeed under Accelerate
-        self._that_trains(loss).backward(loss / self.gradient_accumulation_steps, **kwargs)
+        backward_options.check(kwargs)
+        self._that_trains(loss).backward(loss / self.gradient_accumulation_steps)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -280,14 +283,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             for trained in self._trained
             if len(self._trained) == 1 or {*trained.model.parameters()} & {*clipped}
         ]
-        return self._one(matches).clip(clipped, max_norm)
+        return self._one(matches).clip(clipped, max_norm, now=self._shows_gradients())
+
+    def _shows_gradients(self) -> bool:  # between the clipping and the step
+        return False
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Refuse: engines clip by the norm.
-
-        Raises:
-            ContractError: Always.
-        """
+        """Refuse, by ContractError: engines clip by the norm."""
         raise ContractError("clip_grad_value_ is not supported: engines clip by the norm; call clip_grad_norm_")
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

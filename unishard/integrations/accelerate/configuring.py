@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from unishard import formats
 from unishard.config import Config
 from unishard.config.loading import load
 from unishard.config.loading.launched import CONFIG
-from unishard.config.nested import Native, flat
+from unishard.config.nested import Native, flat, nested
 from unishard.config.topology import Topology
 from unishard.contract.entries import Unreadable
 from unishard.contract.rules import Fit
@@ -24,7 +25,7 @@ from unishard.errors import ConfigError, Problem
 from unishard.formats.accelerate.sequence import BLOCK
 from unishard.formats.hf.sequence import sharing_of
 
-__all__ = ["FILE", "agreed", "config_of", "shared_samples", "translated", "unsharded_in_one_process"]
+__all__ = ["FILE", "agreed", "config_of", "shared_samples", "translated", "unsharded_in_one_process", "with_batch_size"]
 
 _logger = logging.getLogger("unishard")
 
@@ -42,6 +43,8 @@ _DEEPSPEED = {
 """Variables of `accelerate launch`, and the keys of its file (Accelerate 1.15, utils/launch.py)."""
 _FSDP = {"FSDP_TRANSFORMER_CLS_TO_WRAP": "fsdp_transformer_layer_cls_to_wrap"}
 """The one whose key is not its name."""
+_LOOPS = ("training.micro_batch_size", "training.gradient_accumulation_steps")
+"""What the loader and the Accelerator say where a file leaves it open."""
 _GROUPS = "ACCELERATE_USE_PARALLELISM_CONFIG"
 _SCRIPTS = ("optimizer", "scheduler", "launch")
 """What the script around an Accelerator brings, and what has started it."""
@@ -95,13 +98,23 @@ def translated(
         ConfigError: One of its keys is not supported; says which.
     """
     outcome = formats.translate(source, "unishard", from_=from_)
-    refused = [Problem(item.key, item.note, outcome.reading.source.name) for item in outcome.of(Fit.UNSUPPORTED)]
+    named = source.get("deepspeed_config", {}) if isinstance(source, Mapping) else {}
+    name = named.get("deepspeed_config_file", "") or outcome.reading.source.name
+    kept = {part for part in outcome.document if (part in sections if sections else part not in _SCRIPTS)}
+    settings = {field: value for field, value in flat(outcome.document) if field.partition(".")[0] in kept}
+    open_ = {field: unknown for field, unknown in outcome.reading.undecided.items() if field in settings}
+    keys = {field: entry.key for entry in outcome.reading.entries for field in entry.effect.fields}
+    refused = [Problem(item.key, item.note, name) for item in outcome.of(Fit.UNSUPPORTED)]
+    refused += [
+        Problem(keys.get(field, field), f"needs a value here: otherwise {unknown.who} says it", name)
+        for field, unknown in open_.items()
+        if field not in _LOOPS
+    ]
     if refused:
         raise ConfigError(refused)
     for item in outcome.of(Fit.APPROXIMATE):
         _logger.warning("%s: %s", item.key, item.note)
-    fields = {name for name in outcome.document if (name in sections if sections else name not in _SCRIPTS)}
-    return load({name: value for name, value in outcome.document.items() if name in fields})
+    return load(nested({field: value for field, value in settings.items() if field not in open_}))
 
 
 def _of_launch(engine: str) -> Native:
@@ -173,6 +186,20 @@ def shared_samples(given: Any, name: str) -> Mapping[str, Any]:
         return sharing_of(values, Topology.from_environment().world_size)
     except Unreadable as error:
         raise ConfigError([Problem(name, str(error))]) from None
+
+
+def with_batch_size(cfg: Config, prepared: Iterable[Any], shared_by: int) -> Config:
+    """The config with the micro-batch of the loaders, as Accelerate takes it, where it is left open.
+
+    Args:
+        cfg: The config.
+        prepared: What a script prepares.
+        shared_by: The ranks that share each batch of a loader.
+    """
+    sizes = [each.batch_size for each in prepared if isinstance(each, DataLoader) and each.batch_size is not None]
+    if not sizes or "micro_batch_size" in cfg.training.model_fields_set:
+        return cfg
+    return cfg.override(f"training.micro_batch_size={max(1, min(sizes) // shared_by)}")
 
 
 def unsharded_in_one_process(cfg: Config) -> Config:

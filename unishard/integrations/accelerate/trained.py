@@ -95,13 +95,13 @@ class Trained:
         if not self._held:
             self.engine.framework.set_boundary(True)
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Run the backward of a loss that Accelerate has divided."""
-        self.engine.framework.scaled_backward(loss, **kwargs)
+        self.engine.framework.scaled_backward(loss)
         self.waits, self.ran = True, False
 
-    def clip(self, parameters: Iterable[Tensor] | Tensor, max_norm: float) -> Tensor | None:
-        """The norm now, and the clipping in the step; nothing inside a window.
+    def clip(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, *, now: bool) -> Tensor | None:
+        """The norm now, and the clipping now or in the step; nothing inside a window.
 
         Raises:
             ContractError: `parameters` are not those that train.
@@ -117,8 +117,11 @@ class Trained:
                 f"clip_grad_norm_ was called without {missing[0]}, but the norm is that of all parameters that train; "
                 "pass model.parameters()"
             )
-        if not math.isinf(max_norm):
-            self._max_norm = float(max_norm)
+        if math.isinf(max_norm):
+            return self.engine.gradients.norm()
+        if now:
+            return self.engine.gradients.clip(max_norm)
+        self._max_norm = float(max_norm)
         return self.engine.gradients.norm()
 
     def _are_all(self, clipped: Mapping[int, Tensor]) -> bool:

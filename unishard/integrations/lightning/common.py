@@ -24,6 +24,7 @@ from unishard.config.topology import Topology
 from unishard.engine.engine import Engine
 from unishard.errors import ConfigError, Problem
 from unishard.failures import lifetime
+from unishard.integrations import backward_options
 
 __all__ = ["Windows", "agree_on_precision", "begin", "config_of", "precision_of", "prepared", "refuse_clip", "share_of"]
 
@@ -124,9 +125,10 @@ class Windows:
         yield
         self._say(last=True)
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, **options: Any) -> None:
         """Run the backward of a divided loss."""
-        self.engine.framework.scaled_backward(loss, *args, **kwargs)
+        backward_options.check(options)
+        self.engine.framework.scaled_backward(loss)
         if not self._last:
             self.engine.step()
 

@@ -125,11 +125,11 @@ class UnishardFabricStrategy(DDPStrategy):  # type: ignore[misc]
         """A block with a micro-batch that is not the last one of its step."""
         return self._windows(module).open() if enabled else nullcontext()
 
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: Tensor, module: nn.Module | None, **options: Any) -> None:
         """Run the backward of the engine whose model the loss is of."""
         if module is None and len(self._trained) > 1:
             module = self._reached_by(tensor)
-        self._windows(module).backward(tensor, *args, **kwargs)
+        self._windows(module).backward(tensor, **options)
 
     def _reached_by(self, loss: Tensor) -> nn.Module:
         reached = [entry for entry, _, _ in self._trained if entry.engine.framework.reached_by(loss)]

@@ -185,8 +185,8 @@ class _EnginePrecision(Precision):  # type: ignore[misc]
         self._strategy = strategy
         self.precision = precision
 
-    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        self._strategy.windows.backward(tensor, *args, **kwargs)
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, **options: Any) -> None:
+        self._strategy.windows.backward(tensor, **options)
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
         if clip_val > 0:

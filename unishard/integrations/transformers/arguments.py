@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,22 @@ from torch import nn
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from unishard.config import Config
+from unishard import formats
+from unishard.config import Config, value_at
+from unishard.config.loading import load
+from unishard.config.nested import flat
 from unishard.errors import ConfigError, Problem
+from unishard.formats import ReadDocument
 from unishard.integrations.accelerate.configuring import agreed, config_of, shared_samples, translated
 
-__all__ = ["UnishardArguments", "UnishardTrainingArguments", "config_for", "section_of_deepspeed"]
+__all__ = [
+    "UnishardArguments",
+    "UnishardTrainingArguments",
+    "agree_on_schedule",
+    "config_for",
+    "section_of_deepspeed",
+    "without",
+]
 
 
 @dataclass
@@ -71,16 +83,80 @@ def config_for(args: Any, requested: Config | str | Path | Mapping[str, Any] | N
             f"is {args.label_smoothing_factor}, which the Trainer computes of the logits of all tokens; leave it or "
             "training.loss_chunk_tokens out",
         )
+    config = _without_the_trainers(config, args)
+    if config.checkpoint.on_existing == "resume":
+        what = "resume would not reach the Trainer's loop; remove it, and pass resume_from_checkpoint to train()"
+        raise ConfigError([Problem("checkpoint.on_existing", what)])
     _switch_off(args)
     return agreed(
         config,
         {
             "precision.compute": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
+            "training.micro_batch_size": args.per_device_train_batch_size,
             "training.gradient_accumulation_steps": args.gradient_accumulation_steps,
             "training.gradient_clipping": args.max_grad_norm or None,
             **shared,
         },
     )
+
+
+def _without_the_trainers(config: Config, args: Any) -> Config:
+    """A config without the sections that say what the Trainer itself does by its arguments; they must say the same.
+
+    Those of the optimizer and the schedule stay until it has made these.
+    """
+    said = formats.read(args.to_dict(), "hf")
+    asked = {
+        "activation_checkpointing": said.config.activation_checkpointing != "none",
+        "compile": said.config.compile.mode != "none",
+        "checkpoint": config.checkpoint.dir is not None and config.checkpoint.dir == said.config.checkpoint.dir,
+    }
+    theirs = [name for name, is_asked in asked.items() if is_asked]
+    _agree(config, said, ["training", "optimizer", "scheduler", *theirs])
+    if asked["compile"] and "compile" in config.model_fields_set:  # the engine does that
+        args.torch_compile = False
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO_")]:
+            del os.environ[name]
+    return without(config, [name for name in theirs if name != "compile"])
+
+
+def agree_on_schedule(config: Config, args: Any, updates: int) -> None:
+    """Check the section `scheduler` of a config against the schedule that the Trainer makes.
+
+    Args:
+        config: What the Trainer was given.
+        args: Its TrainingArguments.
+        updates: Of the training.
+
+    Raises:
+        ConfigError: They contradict each other.
+    """
+    _agree(config, formats.read(args.to_dict() | {"max_steps": updates}, "hf"), ["scheduler"])
+
+
+def _agree(config: Config, said: ReadDocument, sections: Collection[str]) -> None:
+    """Raise ConfigError for each field in these sections of a config of which the arguments say otherwise."""
+    given = config.model_dump(exclude_unset=True)
+    written = [path for path, _ in flat({name: given[name] for name in sections if name in given})]
+    keys = {path: entry.key for entry in said.entries for path in (*entry.effect.fields, *entry.effect.decides)}
+    refused = {path: entry.value for entry in said.entries for path in entry.effect.decides}
+    problems = []
+    for path in written:
+        says, theirs = value_at(config, path), refused.get(path, value_at(said.config, path))
+        open_ = path in said.undecided or (path.startswith("training.") and path not in keys)
+        if not open_ and says != theirs:
+            key = f".{keys[path]}" if path in keys else ""
+            problems.append(Problem(path, f"is {says}, but TrainingArguments{key} says {theirs}; write one of them"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def without(config: Config, sections: Collection[str]) -> Config:
+    """A config without some of its sections."""
+    if config.model_fields_set.isdisjoint(sections):
+        return config
+    given = config.model_dump(exclude_unset=True)
+    return load({name: value for name, value in given.items() if name not in sections})
 
 
 def section_of_deepspeed(args: Any, name: str, max_steps: int | None = None) -> Any:

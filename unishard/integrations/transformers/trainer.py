@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCHEDULER_NAME
 
 from unishard.config import Config
@@ -25,7 +26,7 @@ from unishard.errors import CheckpointError, ConfigError, Problem
 from unishard.integrations.accelerate.accelerator import Accelerator
 from unishard.integrations.accelerate.trained import Trained
 from unishard.integrations.saving import replace_checkpoint
-from unishard.integrations.transformers.arguments import config_for, section_of_deepspeed
+from unishard.integrations.transformers.arguments import agree_on_schedule, config_for, section_of_deepspeed, without
 from unishard.integrations.transformers.checkpoints import converted, is_sharded
 from unishard.integrations.transformers.replaced_heads import finish_whole, read_by_forward
 
@@ -80,7 +81,7 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Trainer's accelerator, and put it on the engines."""
-        config = config_for(self.args, self._unishard, self.model)
+        self._config = config = config_for(self.args, self._unishard, self.model)
         for other in _open:
             other.give_up(self.model)
         super().create_accelerator_and_postprocess()
@@ -140,6 +141,8 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's, while the model is whole."""
+        made = [("optimizer", self.optimizer), ("scheduler", self.lr_scheduler)]
+        self.accelerator.config = without(self.accelerator.config, [name for name, given in made if given is None])
         if self.accelerator.engine_of(self.model) is None and hasattr(self.model, "num_parameters"):
             self._size = self.model.num_parameters(exclude_embeddings=True)
         if self.optimizer is None and (section := section_of_deepspeed(self.args, "optimizer")) is not None:
@@ -152,6 +155,8 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """As the trainer's, or the one in a config of DeepSpeed."""
         section = section_of_deepspeed(self.args, "scheduler", num_training_steps)
+        if self.lr_scheduler is None:
+            agree_on_schedule(self._config, self.args, num_training_steps)
         if self.lr_scheduler is None and section is not None:
             self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda updates: factor(section, updates))
             self._created_lr_scheduler = True
@@ -310,6 +315,11 @@ class _TrainersAccelerator(Accelerator):
 
     def _only_evaluates(self, model: nn.Module) -> bool:
         return model is not self.trainer.model
+
+    def _shows_gradients(self) -> bool:
+        name = TrainerCallback.on_pre_optimizer_step.__name__
+        callbacks = self.trainer.callback_handler.callbacks
+        return any(getattr(type(callback), name) is not getattr(TrainerCallback, name) for callback in callbacks)
 
     def free_memory(self, *objects: Any) -> Any:
         """As Accelerate's, but the engine of the Trainer's model stays."""
