@@ -55,8 +55,9 @@ def merge_overrides(document: Document, overrides: Sequence[str]) -> tuple[Confi
     if message := other_tool(document.data, file):
         raise ConfigError([Problem("", message, file)])
     document.data = current_names(document.data, document.origins)
-    findings, opened, changes = list(document.findings), open_lines(document.data), _changes(overrides)
-    for text in map(current_change, changes):
+    findings, opened = list(document.findings), open_lines(document.data)
+    changes = [current_change(change) for change in _changes(overrides)]
+    for text in changes:
         wrong = list(override(document, text))
         keys = tuple(text.partition("=")[0].strip().split("."))
         findings = [

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,7 +15,7 @@ from unishard.config import Config, leaves, value_at
 from unishard.config.loading.document import Document
 from unishard.config.loading.placeholders import needs, undecided_in
 from unishard.config.loading.validation import Finding, dotted, findings_of
-from unishard.config.nested import flat, is_within, nested
+from unishard.config.nested import flat, is_within
 from unishard.config.unused import why_unused
 from unishard.errors import UnusedFieldWarning
 
@@ -35,23 +36,30 @@ def without_unused(document: Document, findings: Iterable[Finding], changed: Col
         findings: What the schema refuses in it.
         changed: The fields that overrides decide.
     """
-    kept = dict(flat(document.data))
-    left: dict[str, Any] = {}
+    data, left = deepcopy(document.data), dict[str, Any]()
     while faults := {dotted(finding.path) for finding in findings}:
-        said = faults & kept.keys()  # the others have a default that follows from these
-        if not said <= _FIELDS or not said or any(is_within(field, changed) for field in said):
+        said = sorted(faults & dict(flat(data)).keys())  # the others have a default that follows from these
+        if not said or not _FIELDS.issuperset(said) or any(is_within(field, changed) for field in said):
             return None
-        left |= {field: kept.pop(field) for field in sorted(said)}
+        left |= {field: leave_out(data, field) for field in said}
         try:
-            config, findings = Config.parse(nested(kept)), ()
+            config, findings = Config.parse(data), ()
         except ValidationError as error:
-            findings = findings_of(error, nested(kept))
+            findings = findings_of(error, data)
     reasons = {field: why_unused(config, field) or _unmet(field, value, config) for field, value in left.items()}
     if not all(reasons.values()):
         return None
     for field, why in reasons.items():
         warnings.warn(f"{document.origins.of(field)}: {field} is left out: {why}", UnusedFieldWarning, stacklevel=2)
     return config
+
+
+def leave_out(data: Any, field: str) -> Any:
+    """Remove a field from nested data; the value that it had."""
+    *above, name = field.split(".")
+    for key in above:
+        data = data[key]
+    return data.pop(name)
 
 
 def _unmet(field: str, value: Any, config: Config) -> str:
