@@ -352,6 +352,10 @@ class CallOrder:
         if self.closed:
             self.require(call, like="any")
 
+    def wrote(self) -> None:
+        """Count a write of weights by the engine."""
+        self.writes += 1
+
     def require_no_gradients(self, call: str) -> None:
         """Raise ContractError inside an accumulation window, whose gradients the call would drop."""
         self.require(call, like="zero_grad")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 
 from unishard.contract.adapter import EngineAdapter
-from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.optim.public_optimizer import GuardedOptimizer, PublicOptimizer
 from unishard.engine.optim.stepping import OwnCalls, forget, watch
 from unishard.errors import ContractError
@@ -25,7 +25,8 @@ class OptimizerCalls:
         adapter: EngineAdapter,
         built: torch.optim.Optimizer,
         model_class: str,
-        order: CallOrder,
+        require_no_gradients: Callable[[str], None],
+        wrote: Callable[[], None],
         *,
         whole: bool,
     ) -> None:
@@ -35,18 +36,19 @@ class OptimizerCalls:
             adapter: The sharded model and its optimizer.
             built: The optimizer that was passed to `prepare` or built for it; the user may hold it.
             model_class: Class of the model before it was sharded.
-            order: The position in the loop.
+            require_no_gradients: Raises if the engine holds gradients that the named call would drop.
+            wrote: Called after weights were written.
             whole: Whether this rank has all of the optimizer's state.
         """
         self._own = own = OwnCalls()
-        self.public = PublicOptimizer(adapter, own, order.require_no_gradients)
+        self.public = PublicOptimizer(adapter, own, require_no_gradients)
         """`engine.optimizer`."""
-        self._real, self._order = adapter.torch_optimizer, order
+        self._real, self._wrote = adapter.torch_optimizer, wrote
         modes = {}
         if isinstance(self._real, WholeTensors) and self._real.modes:
             modes = {"train": partial(self.train_mode, True), "eval": partial(self.train_mode, False)}
         vars(self.public).update(modes)
-        self._guarded = GuardedOptimizer(built, own, order.require_no_gradients, whole=whole, modes=modes)
+        self._guarded = GuardedOptimizer(built, own, require_no_gradients, whole=whole, modes=modes)
         self._number = watch(adapter.module, model_class, (built, adapter.optimizer, adapter.torch_optimizer), own)
 
     def own(self) -> AbstractContextManager[None]:
@@ -79,7 +81,7 @@ class OptimizerCalls:
         """Put an optimizer that has modes, as schedule-free ones, into one, with the weights of it. Collective."""
         with self._own.run():
             if isinstance(self._real, WholeTensors) and self._real.train_mode(training):
-                self._order.writes += 1
+                self._wrote()
 
     def close(self) -> None:
         """Refuse nothing any longer."""
