@@ -46,6 +46,20 @@ TRANSFORMERS = {
             layer_types=["chunked_attention", "full_attention"],
         )
     ),
+    "encoder": lambda: hf.ModernBertForMaskedLM(
+        hf.ModernBertConfig(
+            **_SMALL,
+            local_attention=8,
+            eos_token_id=1,
+            bos_token_id=2,
+            cls_token_id=1,
+            sep_token_id=2,
+            initializer_range=0.2,
+            embedding_dropout=0,
+            mlp_dropout=0,
+            attention_dropout=0,
+        )
+    ),
     "balanced experts": lambda: hf.MixtralForCausalLM(
         hf.MixtralConfig(**_SMALL, **_EXPERTS, output_router_logits=True, router_aux_loss_coef=0.1)
     ),
@@ -131,6 +145,96 @@ class RunningSum(nn.Module):
         return hidden.cumsum(1) / hidden.shape[1]
 
 
+class Bidirectional(Block):
+    """Attention to all positions."""
+
+    def attend(self, query, key, value):
+        return unishard.attention(query, key, value, causal=False)
+
+
+class BeginsAtZero(Block):
+    """A convolution that adds nothing yet."""
+
+    def mixed_in(self, width):
+        return Gated(Convolution(width), 0.0)
+
+
+class ReachesFar(Block):
+    """A convolution over positions far apart, small at first."""
+
+    def mixed_in(self, width):
+        made = Convolution(width)
+        made.convolution = nn.Conv1d(width, width, 3, dilation=5)
+        return Gated(made, 1e-5)
+
+
+class Normalized(Block):
+    """Normalized over positions, in training."""
+
+    def mixed_in(self, width):
+        return Transposed(nn.BatchNorm1d(width))
+
+
+class Gated(nn.Module):
+    """Adds a module, times a number that trains."""
+
+    def __init__(self, module, gate):
+        super().__init__()
+        self.module, self.gate = module, nn.Parameter(torch.tensor([gate]))
+
+    def forward(self, hidden):
+        made = self.module(hidden)
+        return hidden + self.gate * functional.pad(made, (0, 0, hidden.shape[1] - made.shape[1], 0))
+
+
+class Transposed(nn.Module):
+    """A module of `[batch, width, positions]`."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, hidden):
+        return self.module(hidden.transpose(1, 2)).transpose(1, 2)
+
+
+class Balanced(Block):
+    """Experts that keep a loss of how even they are used."""
+
+    def mixed_in(self, width):
+        return Experts(width)
+
+
+class Experts(nn.Module):
+    """One of four for each token."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.router, self.experts = nn.Linear(width, 4), nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.balance = torch.zeros(())
+
+    def forward(self, hidden):
+        shares = self.router(hidden).softmax(-1)
+        chosen = functional.one_hot(shares.argmax(-1), 4).to(hidden.dtype)
+        self.balance = 4 * (shares.mean((0, 1)) * chosen.mean((0, 1))).sum()
+        made = torch.stack([expert(hidden) for expert in self.experts], -1)
+        return (made * (shares * chosen)[:, :, None]).sum(-1)
+
+
+class Random(Block):
+    """Dropout by a function, which no proof can switch off."""
+
+    def mixed_in(self, width):
+        return Dropped()
+
+
+class Dropped(nn.Module):
+    """Draws random numbers in training, and adds nothing."""
+
+    def forward(self, hidden):
+        return hidden + 0 * functional.dropout(hidden, 0.5, self.training)
+
+
 class Own(nn.Module):
     """A causal language model around blocks of a kind; returns logits."""
 
@@ -150,6 +254,17 @@ class Own(nn.Module):
         return self.head(hidden.mean(1) if self.pools else hidden)
 
 
+class Unplaced(nn.Module):
+    """A model whose batches have no positions; they are all 0."""
+
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__()
+        self.body = Own(kind)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.body(tokens, torch.zeros_like(tokens))
+
+
 OWN = {
     "own": Own,
     "own attention": lambda: Own(OwnAttention),
@@ -158,6 +273,12 @@ OWN = {
     "running sum": lambda: Own(Summed),
     "counted positions": lambda: Own(counts=True),
     "pooling": lambda: Own(pools=True),
+    "bidirectional": lambda: Unplaced(Bidirectional),
+    "begins at zero": lambda: Own(BeginsAtZero),
+    "reaches far": lambda: Own(ReachesFar),
+    "normalized": lambda: Own(Normalized),
+    "balanced": lambda: Unplaced(Balanced),
+    "random": lambda: Unplaced(Random),
 }
 
 
@@ -193,5 +314,5 @@ def batch_of(dataset: Packed, first: int, count: int = 2) -> dict[str, torch.Ten
 
 
 def data_for(name: str) -> Packed:
-    """Packed samples; those of experts are not, whose padding must be masked."""
-    return Packed(packed=name != "balanced experts")
+    """Packed samples; those of experts are not, whose padding must be masked, nor those of encoders, which join them."""
+    return Packed(packed=name not in ("balanced experts", "encoder"))

@@ -108,7 +108,12 @@ def test_each_kind_of_attention(backend, name):
 
 
 @in_ranks(
-    cells=(("fsdp", "allgather", "windows"), ("deepspeed", "allgather", "sinks"), ("fsdp", "allgather", "chunks"))
+    cells=(
+        ("fsdp", "allgather", "windows"),
+        ("deepspeed", "allgather", "sinks"),
+        ("fsdp", "allgather", "chunks"),
+        ("deepspeed", "allgather", "encoder"),
+    )
 )
 def test_balanced_positions(backend, method, name):
     compared(configured(backend, method=method), name, readers=1)
@@ -119,8 +124,11 @@ REFUSED = {
     "convolution": "blocks.0.mixer (Convolution) mixes positions",
     "recurrence": "blocks.0.mixer.gru (GRU) mixes positions",
     "running sum": "blocks.0.mixer (RunningSum) mixes positions",
-    "counted positions": "Own mixes positions",
+    "counted positions": "Own counts positions",
     "pooling": "Own mixes positions",
+    "begins at zero": "blocks.0.mixer.module (Convolution) mixes positions",
+    "reaches far": "blocks.0.mixer.module.convolution (Conv1d) mixes positions",
+    "normalized": "blocks.0.mixer.module (BatchNorm1d) mixes positions",
 }
 
 
@@ -137,7 +145,7 @@ def test_what_mixes_positions_elsewhere_is_named(backend, name, precision):
         batch = next(iter(engine.batches(unishard.dataloader(Packed(), cfg, shuffle=False))))
         message = refused(engine, batch["input_ids"], batch["position_ids"])
     assert REFUSED[name] in message
-    assert "unishard.attention" in message
+    assert ("position_ids" if name == "counted positions" else "unishard.attention") in message
 
 
 @in_ranks(cells=tuple((backend, method) for backend in BACKENDS for method in ("ulysses", "allgather")), in_turn=True)
@@ -249,7 +257,7 @@ def test_samples_that_were_not_split_are_refused(backend):
         engine.discard()
         image = refused(lambda: next(iter(engine.batches([batch | {"pixel_values": torch.ones(2, 3, 4, 4)}]))))
         names = ("input_ids", "position_ids")
-        part = {name: engine.split_sequence(batch[name]) for name in names}
+        part = {name: engine.split_sequence(batch[name], 0) for name in names}
         shape = engine(**part).logits.shape
         engine.discard()
     assert "samples that were not split" in whole

@@ -244,3 +244,73 @@ def test_no_tensor_grows_with_the_square_of_the_sequence(backend, method, name):
     assert packed[1] <= 2 * packed[0]
     assert packed[1] < 1024 * 1024 / 4
     assert one[1] <= 2 * one[0]
+
+
+def _pairs(first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A block of tokens but the last, and but the first: a length that does not divide."""
+    tokens = batch_of(Packed(length=LENGTH + 1, packed=False), first)["input_ids"]
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+@in_ranks(
+    cells=tuple((b, method, name) for b in BACKENDS for method in METHODS for name in ("bidirectional", "random"))
+)
+def test_padding_of_pairs_of_tensors_trains_nothing(backend, method, name):
+    """Nor do tokens see it that look to both sides; nor is a model refused that draws random numbers."""
+    plain, cfg = build(name), configured(backend, "full_shard", method=method)
+    norms, expected_norms = [], []
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    with unishard.prepare(build(name), cfg.override("training.gradient_accumulation_steps=1")) as engine:
+        for first, (tokens, targets) in enumerate(engine.batches([_pairs(2 * turn) for turn in range(2)])):
+            engine.backward(_loss(engine(tokens), targets), num_items=(targets != -100).sum())
+            norms.append(engine.step().grad_norm)
+            whole, labels = _pairs(2 * first)
+            (_loss(plain(whole), labels) / labels.numel()).backward()
+            expected_norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        counted = refused(lambda: _counts_padding(engine))
+    assert norms == pytest.approx(expected_norms, rel=1e-5)
+    assert "of which some are padding of parallel.sequence (of 23 to 24 positions)" in counted
+
+
+def _counts_padding(engine: Any) -> None:
+    ((tokens, targets),) = engine.batches([_pairs(0)])
+    engine.backward(_loss(engine(tokens), targets), num_items=targets.numel())
+
+
+@in_ranks(cells=EACH)
+def test_a_proof_changes_no_weight_and_draws_no_random_number(backend):
+    """Also where weights have another precision beside them, and where it refuses."""
+    for name, precision in (("own", "bf16"), ("normalized", "fp32")):
+        cfg = configured(backend, "shard_grad_op", precision=precision)
+        with unishard.prepare(build(name), cfg) as engine:
+            batch = next(iter(engine.batches([batch_of(Packed(packed=False), 0)])))
+            names = [each for each, _ in engine.module.named_parameters()]
+            before, state = [engine.weights.read(each) for each in names], torch.get_rng_state()
+            buffers = [each.clone() for each in engine.module.buffers()]
+            refused(engine, batch["input_ids"], batch["position_ids"])
+            engine.discard()
+            assert torch.equal(torch.get_rng_state(), state)
+            for each, value in zip(names, before, strict=True):
+                assert torch.equal(engine.weights.read(each), value), each
+            for buffer, value in zip(engine.module.buffers(), buffers, strict=True):
+                assert torch.equal(buffer, value)
+
+
+@in_ranks(cells=EACH)
+def test_a_loss_that_a_module_keeps_of_its_part_is_refused_where_it_trains(backend):
+    cfg = configured(backend).override("training.gradient_accumulation_steps=1")
+    with unishard.prepare(build("balanced"), cfg) as engine:
+        ((tokens, targets),) = engine.batches([_pairs(0)])
+        loss, items = _loss(engine(tokens), targets), (targets != -100).sum()
+        balance = engine.module.body.blocks[1].mixer.balance
+        message = refused(lambda: engine.backward(loss + items * balance, num_items=items))
+        engine.backward(loss, num_items=items)
+        updated = engine.step().updated
+    assert "body.blocks.1.mixer.balance is computed of a part of the samples" in message
+    assert updated

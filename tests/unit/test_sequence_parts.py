@@ -142,11 +142,72 @@ def test_labels_are_shifted_before_they_are_split() -> None:
 
 
 def test_padding_has_no_labels_and_is_a_document_of_its_own() -> None:
-    batch = {"input_ids": torch.ones(1, 5), "labels": torch.ones(1, 5), "position_ids": torch.arange(5)[None]}
+    ones = torch.ones(1, 5, dtype=torch.long)
+    batch = {"input_ids": ones, "labels": ones, "position_ids": torch.arange(5)[None]}
     part = splitter(1, multiple=8).split(batch)
     assert part["input_ids"].tolist() == [[1, 0, 0, 0]]
     assert part["labels"].tolist() == [[1, -100, -100, -100]]
     assert part["position_ids"].tolist() == [[4, 0, 1, 2]]
+
+
+TOKENS = torch.arange(10, 16)[None]
+IDS, NEXT = TOKENS[:, :-1], TOKENS[:, 1:]
+SOME = IDS.where(IDS % 2 == 0, -1)
+"""Labels of some positions, of a model that ignores -1."""
+
+
+@pytest.mark.parametrize(
+    ("batch", "padding"),
+    [
+        ((IDS, NEXT), (0, -100)),
+        ((IDS, SOME), (0, -1)),
+        ((IDS,), (0,)),
+        ({"idx": IDS, "targets": IDS}, (0, -100)),
+        ({"text": IDS, "next": NEXT}, (0, -100)),
+        ({"x": IDS.float(), "y": IDS, "loss_mask": IDS.float()}, (0, -100, 0)),
+    ],
+    ids=str,
+)
+def test_padding_of_targets_counts_nothing_wherever_they_are(batch: Any, padding: tuple[int, ...]) -> None:
+    part = splitter(1).split(batch)
+    values = part.values() if isinstance(part, dict) else part
+    assert tuple(int(value[0, -1]) for value in values) == padding
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((IDS, IDS.flip(1)), "tensor 1 of a batch has 5 positions, no multiple of 2, and .* cannot tell"),
+        ({"input_ids": IDS, "tags": IDS.flip(1)}, "tags has 5 positions, no multiple of 2, and .* cannot tell"),
+        ({"input_ids": IDS, "targets": IDS.float()}, "targets has 5 positions, .* in floating point"),
+    ],
+    ids=str,
+)
+def test_what_may_be_targets_is_not_padded(batch: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        splitter(1).split(batch)
+    even = [each[:, :4] for each in (batch.values() if isinstance(batch, dict) else batch)]
+    assert splitter(1).split(tuple(even))[1].tolist() == even[1][:, 2:].tolist()
+
+
+def test_a_single_tensor_says_what_it_is_padded_with() -> None:
+    assert splitter(1).part(SOME)[0, -1] == -1
+    assert splitter(1).part(IDS, fill=0)[0, -1] == 0
+    with pytest.raises(DataError, match=r"fill=-100\) for targets"):
+        splitter(1).part(IDS)
+
+
+def test_which_tensors_are_split_is_decided_once() -> None:
+    """A later memory that happens to be as long as the sequence is none; what was split stays as long."""
+    split, memory = splitter(0), torch.ones(1, 6, 2)
+    first = split.split({"input_ids": TOKENS[:, :4], "memory": memory})
+    later = split.split({"input_ids": TOKENS, "memory": memory})
+    assert later["input_ids"].shape == (1, 3)
+    assert first["memory"].shape == later["memory"].shape == (1, 6, 2)
+    other = splitter(0)
+    other.split({"input_ids": TOKENS, "memory": memory})
+    with pytest.raises(DataError, match=r"^memory was as long .* parallel\.sequence\.keys"):
+        other.split({"input_ids": TOKENS[:, :4], "memory": memory})
 
 
 def test_which_tensors_are_split() -> None:

@@ -117,7 +117,7 @@ def training_guards(
         ForeignBackward(adapter, order),
         SkippedUpdates(),
         unshared_data,
-        *([] if sequences is None else _of_sequences(adapter, sequences)),
+        *([] if sequences is None else _of_sequences(adapter, sequences, order)),
     ]
     if order.compares_ranks:
         guards.append(EqualOptions(lambda: adapter.optimizer.param_groups, order))
@@ -146,9 +146,9 @@ def _of_shards(adapter: EngineAdapter, plan: RunPlan, order: CallOrder) -> list[
     ]
 
 
-def _of_sequences(adapter: EngineAdapter, sequences: SplitSequences) -> list[Guard]:
+def _of_sequences(adapter: EngineAdapter, sequences: SplitSequences, order: CallOrder) -> list[Guard]:
     """Those where each rank has a part of a sequence."""
-    return [MixedPositions(adapter, sequences), UnweighedLoss(sequences), RecomputedAttention(sequences)]
+    return [MixedPositions(adapter, sequences, order), UnweighedLoss(sequences), RecomputedAttention(sequences)]
 
 
 def guarded_module(adapter: InferenceAdapter, plan: RunPlan, order: CallOrder, evaluation: Evaluation) -> GuardedModule:

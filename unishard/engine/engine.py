@@ -265,14 +265,14 @@ class Engine(OtherNames, Process):
         """
         return self._batching.windows(loader, lengths=lengths, progress=progress)
 
-    def split_sequence(self, tensor: Tensor, fill: float = 0) -> Tensor:
+    def split_sequence(self, tensor: Tensor, fill: float | None = None) -> Tensor:
         """This rank's part of a whole tensor, under `parallel.sequence`, for loops that do not read `batches`.
 
         `batches` splits already. Shift labels before you split them. Not collective.
 
         Args:
             tensor: `[batch, sequence, ...]`, the same on the ranks that share samples.
-            fill: What it is padded with at its end.
+            fill: What it is padded with at its end: -100 for targets, 0 for inputs; needed where it is padded.
 
         Returns:
             `[batch, part, ...]`; the tensor itself where the ranks share no samples.

@@ -82,13 +82,15 @@ def split_attention(
 def _by_method(
     query: Tensor, key: Tensor, value: Tensor, split: SplitBatch, rule: KeyRule | Tensor, scores: Scores
 ) -> Tensor:
-    if split.proving:
-        return _position_by_position(query, key, value)
     if not query.shape[2] == key.shape[2] == split.part:
         raise ModelError(
             f"attention of {query.shape[2]} queries to {key.shape[2]} keys, where parallel.sequence gives each rank "
-            f"{split.part} positions; only attention of a sequence to itself is supported: remove parallel.sequence"
+            f"{split.part} positions; only attention of a sequence to itself is supported, and not to what each part "
+            "would get once more, such as the tokens of prompt or prefix tuning (LoRA works), registers or a class "
+            "token: remove parallel.sequence"
         )
+    if split.proving:
+        return _position_by_position(query, key, value)
     if split.method == "ulysses" or (split.method == "auto" and query.shape[1] % split.group.size == 0):
         return _by_heads(query, key, value, split, rule, scores)
     return _by_keys(query, key, value, split, rule, scores)

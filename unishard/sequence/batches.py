@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from unishard.distributed.nested_tensors import replace_tensors, tensors_in
 from unishard.errors import DataError
 from unishard.sequence.group import SequenceGroup
 from unishard.sequence.layout import PositionLayout
+from unishard.sequence.padding import IGNORED, Path, fills_of, ignored_label, title_of
 
-_IGNORED = -100
-"""The label that the losses of transformers and torch leave out."""
+_POSITIONS = ("position_ids", 0)
 _INPUTS = ("input_ids", "inputs_embeds")
 _OF_OTHER_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 """Inputs that transformers' models put into the sequence at the places of some tokens."""
@@ -42,7 +42,8 @@ class BatchSplitter:
         Args:
             group: This rank's.
             layout: Which positions it has.
-            names: Keys of the tensors to split; None for each that is as long as the sequence.
+            names: Keys of the tensors to split; None for each that is as long as the sequence in the first batch that
+                has it.
             multiple: Sequences are padded at their end to a multiple of it; None for the least that can be split.
             positions: Whether the model counts positions from 0 where a batch has no `position_ids`.
             shifts: Whether labels are those of the next token, where a batch has no `shift_labels`.
@@ -51,6 +52,8 @@ class BatchSplitter:
         self._group, self._layout, self._names = group, layout, names
         self._multiple = layout.multiple if multiple is None else multiple
         self._positions, self._shifts, self._masks_padding = positions, shifts, masks_padding
+        self._decided: dict[tuple[str, int, int], bool] = {}
+        """Whether a tensor is split, by its place in a batch and its dimensions."""
         self.length: int | None = None
         """Of the sequences of the last batch, before padding."""
 
@@ -58,7 +61,7 @@ class BatchSplitter:
         """This rank's part of a batch, with `position_ids`, and with `shift_labels` where there are `labels`.
 
         Raises:
-            DataError: The batch has no sequence.
+            DataError: The batch has no sequence, or what it is padded with would train.
         """
         length = length_of(batch)
         if length is None:
@@ -69,12 +72,26 @@ class BatchSplitter:
         self.length = length
         self._require_text(batch)
         self._require_fitting_mask(batch, length)
+        if isinstance(batch, Mapping):
+            batch = self._completed(batch)
+        chosen = {path: tensor for path, tensor in _by_path(batch).items() if self._is_split(path, length, tensor)}
+        parts = self._parts_of(chosen, length)
         if not isinstance(batch, Mapping):
-            return replace_tensors(batch, partial(self._split, "", length))
-        batch = self._completed(batch)
+            return _replaced("", batch, parts)
         new = copy.copy(batch) if hasattr(batch, "update") else dict(batch)
-        new.update({key: replace_tensors(value, partial(self._split, key, length)) for key, value in batch.items()})
+        new.update({key: _replaced(key, value, parts) for key, value in batch.items()})
         return new
+
+    def _parts_of(self, chosen: Mapping[Path, Tensor], length: int) -> dict[Path, Tensor]:
+        positions, parts = chosen.get(_POSITIONS), {}
+        others = {path: tensor for path, tensor in chosen.items() if path != _POSITIONS}
+        missing = -length % self._multiple
+        fills = fills_of(others, self._multiple) if missing else dict.fromkeys(others, 0)
+        if positions is not None:  # padding is a document of its own
+            padding = torch.arange(missing, device=positions.device, dtype=positions.dtype)
+            padded = torch.cat([positions, padding.expand(*positions.shape[:-1], -1)], -1)
+            parts[_POSITIONS] = self.part(padded, dim=positions.dim() - 1)
+        return parts | {path: self.part(tensor, fill=fills[path]) for path, tensor in others.items()}
 
     def _require_text(self, batch: Any) -> None:
         key = next((name for name in _OF_OTHER_TOWERS if isinstance(batch, Mapping) and name in batch), None)
@@ -92,25 +109,40 @@ class BatchSplitter:
                 "parallel.sequence needs; pad the batch and its mask"
             )
 
-    def part(self, tensor: Tensor, *, fill: float = 0, dim: int = 1) -> Tensor:
-        """This rank's part of a whole tensor, which is filled up at its end to the multiple."""
+    def part(self, tensor: Tensor, *, fill: float | None = None, dim: int = 1) -> Tensor:
+        """This rank's part of a whole tensor, which is filled up at its end to the multiple.
+
+        Raises:
+            DataError: It must be filled up, and nobody says with what.
+        """
         missing = -tensor.shape[dim] % self._multiple
         if missing:
+            fill = ignored_label(tensor) if fill is None else fill
+            if fill is None:
+                raise DataError(
+                    f"split_sequence: {tensor.shape[dim]} positions are no multiple of {self._multiple}; say what they "
+                    "are padded with: split_sequence(tensor, fill=-100) for targets, fill=0 for inputs"
+                )
             tensor = functional.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, missing], value=fill)
         return self._layout.take(tensor, self._group.rank, dim)
 
-    def _split(self, name: str, length: int, tensor: Tensor) -> Tensor:
-        if not self._has_sequence(name, length, tensor):
-            return tensor
-        if name == "position_ids":  # padding is a document of its own
-            padding = torch.arange(-length % self._multiple, device=tensor.device, dtype=tensor.dtype)
-            return self.part(torch.cat([tensor, padding.expand(*tensor.shape[:-1], -1)], -1), dim=tensor.dim() - 1)
-        return self.part(tensor, fill=_IGNORED if name in ("labels", "shift_labels") else 0)
+    def _is_split(self, path: Path, length: int, tensor: Tensor) -> bool:
+        """Whether a tensor is split: as the first one at its place in a batch, whatever the length of a later one."""
+        fits = self._fits(path, length, tensor)
+        split = self._decided.setdefault((*path, tensor.dim()), fits)
+        if split and not fits:
+            raise DataError(
+                f"{title_of(path)} was as long as the sequence in earlier batches and split like it, and now is not: "
+                f"{[*tensor.shape]} beside a sequence of {length}; name the keys that are to be split in "
+                "parallel.sequence.keys"
+            )
+        return split
 
-    def _has_sequence(self, name: str, length: int, tensor: Tensor) -> bool:
+    def _fits(self, path: Path, length: int, tensor: Tensor) -> bool:
+        name = path[0]
         if self._names is not None:
             return name in (*self._names, "position_ids", "shift_labels")
-        if name == "position_ids":
+        if path == _POSITIONS:
             return tensor.shape[-1] == length
         return tensor.dim() >= 2 and tensor.shape[1] == length and not (tensor.dim() == 4 and "mask" in name)
 
@@ -125,7 +157,8 @@ class BatchSplitter:
             added |= self._mask(batch, whole)
         labels = batch.get("labels")
         if self._shifts and isinstance(labels, Tensor) and labels.dim() == 2 and batch.get("shift_labels") is None:
-            added["shift_labels"] = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+            ignored = ignored_label(labels) or IGNORED
+            added["shift_labels"] = functional.pad(labels[:, 1:], (0, 1), value=ignored)
         return {**batch, **added} if added else batch
 
     def _mask(self, batch: Mapping[str, Any], whole: Tensor) -> dict[str, Tensor]:
@@ -138,6 +171,25 @@ class BatchSplitter:
                 "padding would count in the load-balancing loss of the experts; pack them to such a length"
             )
         return {"attention_mask": torch.ones(whole.shape[:2], dtype=torch.long, device=whole.device)}
+
+
+def _by_path(batch: Any) -> dict[Path, Tensor]:
+    """The tensors of a batch by their places in it."""
+    items = batch.items() if isinstance(batch, Mapping) else [("", batch)]
+    return {(key, number): each for key, value in items for number, each in enumerate(_tensors_of(value))}
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    """In the order in which `replace_tensors` finds them."""
+    found: list[Tensor] = []
+    replace_tensors(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+def _replaced(key: str, value: Any, parts: Mapping[Path, Tensor]) -> Any:
+    """A value with parts in the place of the tensors that are split."""
+    numbers = count()
+    return replace_tensors(value, lambda tensor: parts.get((key, next(numbers)), tensor))
 
 
 def _positions(whole: Tensor, lengths: Tensor | None) -> Tensor:

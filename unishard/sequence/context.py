@@ -31,6 +31,8 @@ class SplitBatch:
     """`ulysses`, `allgather`, or `auto`: the first where the heads divide."""
     length: int
     """Of the whole sequences, with padding."""
+    unpadded: int
+    """Where the padding begins that was added to them."""
     documents: Sequence[Documents]
     """Of each sample."""
     masked: bool
@@ -41,15 +43,24 @@ class SplitBatch:
     """Whether attention leaves each position by itself (`unishard.sequence.proof`)."""
 
     def documents_under(self, rule: KeyRule) -> Sequence[Documents]:
-        """The documents that a rule keeps apart."""
-        if rule not in self.joined or self.masked:
-            return self.documents
-        return [((0, self.length),)] * len(self.documents)
+        """The documents that a rule keeps apart; padding is one of its own where tokens would see it."""
+        joined = rule in self.joined and not self.masked
+        documents = [((0, self.length),)] * len(self.documents) if joined else self.documents
+        return documents if rule.causal else [_cut(each, self.unpadded) for each in documents]
 
     @property
     def part(self) -> int:
         """Positions that a rank has."""
         return self.length // self.group.size
+
+
+def _cut(documents: Documents, place: int) -> Documents:
+    """The documents with a border at a place."""
+    return tuple(
+        piece
+        for start, end in documents
+        for piece in ([(start, place), (place, end)] if start < place < end else [(start, end)])
+    )
 
 
 current: SplitBatch | None = None

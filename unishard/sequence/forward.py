@@ -54,7 +54,8 @@ class SplitForward:
             ModelError: It is one of transformers that computes attention by its own code, or by a function that
                 transformers does not have.
         """
-        self.group, self._layout, self._method, self._parts = group, layout, method, parts
+        self.group, self._layout, self._method = group, layout, method
+        self.parts = parts
         self.last: SplitBatch | None = None
         """That of the last forward."""
         self.shifts_labels = not is_transformers(model) or shifts_labels(model)
@@ -121,13 +122,13 @@ class SplitForward:
             hook.remove()
         self._restore()
 
-    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SplitBatch:
         """Check that a call has parts of samples, with their positions. Collective in the group.
 
         Raises:
             ContractError: It has not.
         """
-        self._split_batch(self._given(args, kwargs), (args, kwargs))
+        return self._split_batch(self._given(args, kwargs), (args, kwargs))
 
     def enter(self) -> None:
         """From now on, parts of the last forward may run once more."""
@@ -178,15 +179,17 @@ class SplitForward:
     def _split_batch(self, arguments: Mapping[str, Any], call: Any) -> SplitBatch:
         positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
         mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        if isinstance(positions, Tensor):
+        if isinstance(positions, Tensor) and not self._proving:
             positions = positions if positions.dim() == 2 else positions.reshape(-1, *positions.shape[-2:])[0]
             everyones = gather_plain(positions, self.group)
             self._require_split(call, everyones)
             part, documents = positions.shape[1], self._documents(everyones, mask)
         else:
-            inputs = next(tensor for tensor in tensors_in(call) if tensor.dim() in (2, 3))
-            self._require_split(call, gather_plain(inputs, self.group))
-            self._require_positions()
+            known = (tensor for tensor in tensors_in(call) if not self.parts.is_whole(tensor))
+            inputs = next(tensor for tensor in known if tensor.dim() in (2, 3))
+            if not self._proving:
+                self._require_split(call, gather_plain(inputs, self.group))
+                self._require_positions()
             part = inputs.shape[1]
             documents = [((0, part * self.group.size),)] * len(inputs)
         return SplitBatch(
@@ -194,6 +197,7 @@ class SplitForward:
             layout=self._layout,
             method=self._method,
             length=part * self.group.size,
+            unpadded=self.parts.length(call, part * self.group.size),
             documents=documents,
             masked=mask is not None,
             joined=self._joined,
@@ -221,7 +225,7 @@ class SplitForward:
             everyones: The positions, or the inputs, of all ranks of the group, which differ in parts of a sample.
         """
         alike = all(torch.equal(theirs, everyones[0]) for theirs in everyones)
-        if (alike or not self._parts.any) and not self._proving and not self._parts.has(call):
+        if (alike or not self.parts.any) and not self.parts.has(call):
             raise ContractError(
                 "parallel.sequence: the model was called with samples that were not split, which it would take for "
                 "parts of longer ones; read engine.batches(loader), or call engine.split_sequence(tensor)"

@@ -1,71 +1,71 @@
-"""Proves that attention is all in a model that mixes positions, by three small forwards.
+"""Proves that attention is all in a model that mixes positions, by four small forwards.
 
-Attention is replaced by something that leaves each position by itself. Then a few positions of every rank's part run
-all together, once more with other tokens in the parts of the other ranks, and each rank's own by themselves. Where all
-give the same for its own, nothing else in the model looks at another position: no convolution, recurrence, state space,
-pooling, attention by own code, position counted in the forward, or loss over the whole sequence.
+Attention is replaced by something that leaves each position by itself. Then positions of every rank's part run all
+together, once more with other tokens in the parts of the other ranks, once more each a part further along, and each
+rank's own by themselves. Where all give the same for its own, nothing else in the model looks at another position: no
+convolution, recurrence, state space, pooling, attention by own code, position counted in the forward, or loss over the
+whole sequence.
+
+A model that trains runs in training mode. What differs only there counts unless the model draws random numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unishard.contract.kit.forwards import is_compiled
 from unishard.distributed.nested_tensors import replace_tensors, tensors_in
 from unishard.errors import ModelError
-from unishard.logits.forward import whole_logits
-from unishard.sequence.batches import length_of
 from unishard.sequence.exchange import gather_plain
 from unishard.sequence.forward import SplitForward
-from unishard.sequence.group import SequenceGroup
+from unishard.sequence.kept_losses import KeptLoss, kept_losses, of_parts_alone
+from unishard.sequence.same_positions import SAME_SHAPES, Compared, Share, cut, dimension
+from unishard.sequence.unchanged import evaluating, seed, unchanged
 
-_POSITIONS = 8
-"""Of each rank's part."""
-_OTHER_SHAPES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Of the largest element: what products in other shapes round, with much room; a position counted anew changes more."""
-_SAME_SHAPES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.005, torch.float16: 1e-3}
-"""What products in the same shapes may round, where experts get a token at another place."""
+_TOKENS, _LEAST = 1024, 32
+"""Of all ranks' parts together, and positions of a part, if it has so many."""
+_OF_ROWS = 2
+"""Dimensions of `[rows, positions]`."""
 _KEPT = ("position_ids", "labels", "shift_labels", "attention_mask")
 """What is not tokens."""
-_OF_POSITIONS = 3
-"""Dimensions of `[batch, positions, ...]`."""
-_ROUTED = 1 / 8
-"""Positions that may differ in 16 bits, where another rounding sends a token to other experts. A convolution over three
-positions changes twice as many."""
 
 Run = Callable[..., Any]
 
 
 class _Probe(NamedTuple):
+    """The arguments of a forward."""
+
     args: Any
     kwargs: dict[str, Any]
 
+    def changed(self, change: Callable[[str, Tensor], Tensor]) -> _Probe:
+        """With other tensors, made of those here, and of their names."""
 
-class _Share(NamedTuple):
-    """What a rank has of the positions."""
+        def of(name: str, value: Any) -> Any:
+            return replace_tensors(value, lambda tensor: change(name, tensor))
 
-    rank: int
-    size: int
-    length: int
-    """How many."""
+        return _Probe(of("", self.args), {name: of(name, value) for name, value in self.kwargs.items()})
 
+    def twice(self) -> _Probe:
+        """With each row twice: nothing else than other shapes."""
+        rows = next((len(each) for each in tensors_in((self.kwargs, self.args)) if each.dim()), 0)
 
-class _Runs(NamedTuple):
-    """What the three forwards made of one thing."""
+        def doubled(name: str, tensor: Tensor) -> Tensor:
+            dim = tensor.dim() - _OF_ROWS if name == "position_ids" else 0
+            return torch.cat([tensor, tensor], dim) if tensor.dim() and tensor.shape[dim] == rows else tensor
 
-    whole: Any
-    other: Any
-    """Of all positions, with other tokens in the parts of the other ranks."""
-    part: Any
+        return self.changed(doubled)
 
 
-def prove(model: nn.Module, run: Run, forward: SplitForward, args: Any, kwargs: dict[str, Any]) -> None:
+def prove(
+    model: nn.Module, run: Run, forward: SplitForward, args: Any, kwargs: dict[str, Any], *, closely: bool
+) -> tuple[KeptLoss, ...]:
     """Check that a model can be split, with positions of a micro-batch. Collective.
 
     Args:
@@ -74,104 +74,170 @@ def prove(model: nn.Module, run: Run, forward: SplitForward, args: Any, kwargs: 
         forward: What splits it.
         args: Of the forward of this rank's part.
         kwargs: Likewise.
+        closely: Whether a few positions at the borders of parts count, as of a short convolution.
+
+    Returns:
+        Losses that modules keep as attributes, and of which parts make another one.
 
     Raises:
+        ContractError: The samples were not split.
         ModelError: On every rank: the model mixes positions elsewhere; names the module.
     """
-    group = forward.group
-    part, whole = _probes(group, args, kwargs)
-    share = _Share(group.rank, group.size, min(_POSITIONS, length_of(kwargs) or length_of(args) or 1))
-    probes = _Runs(whole, _with_other_tokens(whole, part, group), part)
-    with _quiet(model), forward.proof():
-        outputs = _Runs(*(run(*probe.args, **probe.kwargs) for probe in probes))
-        if _on_all(_alone(outputs, share)):
-            return
-        calls = []
-        for probe in probes:
-            with _recorded(model) as of_modules:
-                run(*probe.args, **probe.kwargs)
-            calls.append(of_modules)
-    name = _first_named(_first_mixing(_Runs(*calls), share))
-    lacking = forward.shifts_labels and "labels" in kwargs and "shift_labels" not in kwargs
-    raise ModelError(_refusal(model, name, shifts=lacking))
+    split, group = forward.check(args, kwargs), forward.group
+    count = min(split.part, max(_LEAST, _TOKENS // (len(split.documents) * group.size)))
+    share = Share(group.rank, group.size, count)
+    part = _part(forward, _Probe(args, kwargs), split.part, share)
+    runs = _Runs(run, (part, *_of_all(forward, part, share)), share, closely=closely)
+    with unchanged(model), forward.proof():
+        before = kept_losses(model)
+        if (mode := runs.mixing_mode(model)) is not None:
+            with mode:
+                raise _refusal(model, forward, kwargs, _first_mixing(model, runs))
+        own, every = (partial(runs.made, probe) for probe in _sorted(part, runs.whole, share))
+        return of_parts_alone(model, before, own, every, group)
 
 
-def _probes(group: SequenceGroup, args: Any, kwargs: dict[str, Any]) -> tuple[_Probe, _Probe]:
-    """A few positions of this rank's part, and those of all ranks' parts."""
-    length = length_of(kwargs) or length_of(args) or 1
-    count = min(_POSITIONS, length)
+class _Runs:
+    """The forwards that are compared."""
 
-    def few(tensor: Tensor) -> Tensor:
-        return tensor[:, :count] if tensor.dim() >= 2 and tensor.shape[1] == length else tensor
+    def __init__(self, run: Run, probes: tuple[_Probe, ...], share: Share, *, closely: bool) -> None:
+        self._run, self.probes, self.share, self._closely = run, probes, share, closely
+        self.whole = probes[1]
 
-    def every(tensor: Tensor) -> Tensor:
-        chosen = tensor.dim() >= 2 and tensor.shape[1] == count
-        return torch.cat(gather_plain(tensor, group), 1) if chosen else tensor
+    def made(self, probe: _Probe, number: int = 0) -> Any:
+        """What the model makes of a probe, with random numbers that begin like this."""
+        seed(number)
+        return self._run(*probe.args, **probe.kwargs)
 
-    own = {key: _labelled(key, replace_tensors(value, few), group) for key, value in kwargs.items()}
+    def cut(self, part: Any, *of_all: Any) -> Compared:
+        """The same, of this rank's positions."""
+        return cut(part, of_all, self.share, closely=self._closely)
+
+    def mixing_mode(self, model: nn.Module) -> AbstractContextManager[Any] | None:
+        """The mode in which the model mixes positions; None if in none. Collective."""
+        found = first = self._compared()
+        if _on_all(first.alone):
+            return None
+        if model.training:
+            with evaluating(model):
+                found = self._compared()
+        if not _on_all(found.alone):
+            with evaluating(model):
+                rounds = not _on_all(found.resembles(self._of_two(self.made(self.whole.twice())), SAME_SHAPES))
+            return None if rounds and _on_all(found.nearly_alone) else evaluating(model)
+        draws = not _on_all(first.resembles(self._of(self.made(self.whole, 1)), SAME_SHAPES))
+        return None if draws or _on_all(first.undisturbed) else nullcontext()
+
+    def _compared(self) -> Compared:
+        return self.cut(*map(self.made, self.probes))
+
+    def _of(self, whole: Any) -> list[Tensor]:
+        return self.cut(self.made(self.probes[0]), whole, whole, whole).whole
+
+    def _of_two(self, twice: Any) -> list[Tensor]:
+        return self._of([each[: len(each) // 2] if each.dim() else each for each in tensors_in(twice)])
+
+
+def _part(forward: SplitForward, call: _Probe, length: int, share: Share) -> _Probe:
+    """Positions of this rank's part, from its first to its last."""
+    places = torch.linspace(0, length - 1, share.length).round().long()
+
+    def chosen(name: str, tensor: Tensor) -> Tensor:
+        dim = _dim(name, tensor)
+        if forward.parts.is_whole(tensor) or tensor.dim() < _OF_ROWS or tensor.shape[dim] != length:
+            return tensor
+        return tensor.index_select(dim, places.to(tensor.device))
+
+    part = call.changed(chosen)
+    own = {name: _labelled(name, value, share) for name, value in part.kwargs.items()}
     positions = own.get("position_ids")
-    if isinstance(positions, Tensor) and positions.dim() == 2:  # a document begins in the middle of each part
-        fresh = torch.arange(count - count // 2, device=positions.device, dtype=positions.dtype)
-        own["position_ids"] = torch.cat([positions[:, : count // 2], fresh.expand(len(positions), -1)], 1)
+    if isinstance(positions, Tensor):  # a document begins in the middle of each part
+        later = torch.arange(share.length, device=positions.device) >= share.length // 2
+        own["position_ids"] = (positions - later.to(positions.dtype)).clamp(min=0)
         own.pop("attention_mask", None)  # under which transformers does not keep documents apart
-    part = _Probe(replace_tensors(args, few), own)
-    return part, _Probe(*replace_tensors(tuple(part), every))
+    return _Probe(part.args, own)
 
 
-def _with_other_tokens(whole: _Probe, part: _Probe, group: SequenceGroup) -> _Probe:
-    """All positions, with the tokens of each other rank in the opposite order."""
-
-    def changed(whole: Tensor, part: Tensor) -> Tensor:
-        if whole.shape == part.shape:
-            return whole
-        spans = list(whole.chunk(group.size, 1))
-        return torch.cat([span if rank == group.rank else span.flip(1) for rank, span in enumerate(spans)], 1)
-
-    def replaced(whole: Any, part: Any) -> Any:
-        parts = iter(list(tensors_in(part)))
-        return replace_tensors(whole, lambda tensor: changed(tensor, next(parts)))
-
-    kwargs = {key: v if key in _KEPT else replaced(v, part.kwargs[key]) for key, v in whole.kwargs.items()}
-    return _Probe(replaced(whole.args, part.args), kwargs)
-
-
-def _labelled(key: str, value: Any, group: SequenceGroup) -> Any:
+def _labelled(key: str, value: Any, share: Share) -> Any:
     """Labels of which the first rank has none: a mean over a part, or a shift inside of one, makes another loss."""
     if key not in ("labels", "shift_labels") or not isinstance(value, Tensor) or value.is_floating_point():
         return value
     if value.dim() < 2:  # of whole samples
         return value
-    return value.clamp(min=0) if group.rank else torch.full_like(value, -100)
+    return value.clamp(min=0) if share.rank else torch.full_like(value, -100)
 
 
-@contextmanager
-def _quiet(model: nn.Module) -> Iterator[None]:
-    """A block without a graph, dropout, changes of buffers, compilation, and losses in chunks."""
-    training = [module for module in model.modules() if module.training]
-    compiled = any(map(is_compiled, model.modules()))
-    for module in training:
-        module.training = False
-    try:
-        with whole_logits(), torch.no_grad(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            yield
-    finally:
-        for module in training:
-            module.training = True
+def _of_all(forward: SplitForward, part: _Probe, share: Share) -> tuple[_Probe, _Probe, _Probe]:
+    """The positions of all ranks' parts; with other tokens in those of the others; and each where the next one was.
+
+    The other tokens are one that this rank has, of which there are then so many that none is left for another of its
+    kind where modules take only some. Collective in the group.
+    """
+
+    def everyones(name: str, tensor: Tensor) -> Tensor:
+        dim = _dim(name, tensor)
+        if forward.parts.is_whole(tensor) or tensor.dim() < _OF_ROWS or tensor.shape[dim] != share.length:
+            return tensor
+        return torch.cat(gather_plain(tensor, forward.group), dim)
+
+    def other(name: str, tensor: Tensor, dim: int) -> Tensor:
+        if name in _KEPT:
+            return tensor
+        mine = torch.arange(share.length, device=tensor.device) + share.rank * share.length
+        own = tensor.index_select(dim, mine)
+        one = own[:1].narrow(dim, 0, 1)
+        return one.expand_as(tensor).index_copy(dim, mine, own)
+
+    whole = part.changed(everyones)
+    return (
+        whole,
+        _positions_changed(part, whole, share, other),
+        _positions_changed(part, whole, share, lambda name, tensor, dim: tensor.roll(share.length, dim)),
+    )
+
+
+def _positions_changed(
+    part: _Probe, whole: _Probe, share: Share, change: Callable[[str, Tensor, int], Tensor]
+) -> _Probe:
+    """The arguments over all positions, where those that have positions are changed along them."""
+    parts = iter([*tensors_in(part.args), *(each for value in part.kwargs.values() for each in tensors_in(value))])
+
+    def changed(name: str, tensor: Tensor) -> Tensor:
+        dim = dimension(tensor, next(parts), share)
+        return tensor if dim is None else change(name, tensor, dim)
+
+    return whole.changed(changed)
+
+
+def _sorted(part: _Probe, whole: _Probe, share: Share) -> tuple[_Probe, _Probe]:
+    """This rank's and all positions, with tokens that differ from part to part."""
+
+    def ordered(name: str, tensor: Tensor, dim: int) -> Tensor:
+        return tensor if name in _KEPT else tensor.sort(dim).values
+
+    def own(name: str, tensor: Tensor, dim: int) -> Tensor:
+        return ordered(name, tensor, dim).chunk(share.size, dim)[share.rank]
+
+    return _positions_changed(part, whole, share, own), _positions_changed(part, whole, share, ordered)
+
+
+def _dim(name: str, tensor: Tensor) -> int:
+    return tensor.dim() - 1 if name == "position_ids" else 1
 
 
 class _Recorded(NamedTuple):
-    inputs: Any
-    output: Any
+    inputs: list[Tensor]
+    output: list[Tensor]
 
 
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[dict[str, _Recorded]]:
-    """What each module takes and puts out in the block, in the order in which they end."""
+    """What each module takes and puts out in the block, in the order in which they end, in host memory."""
     calls: dict[str, _Recorded] = {}
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls[name] = _Recorded((args, kwargs), output)
+            calls[name] = _Recorded(*([each.cpu() for each in tensors_in(value)] for value in ((args, kwargs), output)))
 
         return hook
 
@@ -183,65 +249,34 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, _Recorded]]:
             hook.remove()
 
 
-def _first_mixing(calls: _Runs, share: _Share) -> str:
-    """The first module of whose output its inputs do not say the difference; the model itself where there is none."""
+class _Mixing(NamedTuple):
+    """A module that mixes positions."""
+
     name: str
-    for name in calls.part:
-        if all(name in of_modules for of_modules in calls):
-            outputs = _Runs(*(of_modules[name].output for of_modules in calls))
-            inputs = _Runs(*(of_modules[name].inputs for of_modules in calls))
-            if not _alone(outputs, share) and _alone(inputs, share):
-                return name
-    return ""
+    counts: bool
+    """Whether other tokens elsewhere change nothing: it only counts positions."""
 
 
-def _alone(runs: _Runs, share: _Share) -> bool:
-    """Whether what was made of this rank's positions is the same in all runs."""
-    wholes, others, parts = (list(tensors_in(made)) for made in runs)
-    return len(wholes) == len(others) == len(parts) and all(
-        _undisturbed(whole, other, part, share) and _holds(whole, part, share)
-        for whole, other, part in zip(wholes, others, parts, strict=True)
-    )
+def _first_mixing(model: nn.Module, runs: _Runs) -> _Mixing:
+    """The first module of whose output its inputs do not say the difference; the model itself where there is none.
 
-
-def _undisturbed(whole: Tensor, varied: Tensor, part: Tensor, share: _Share) -> bool:
-    """Whether other tokens elsewhere change nothing here; of a loss they may."""
-    if whole.shape != varied.shape or whole.numel() != share.size * part.numel() or not part.numel():
-        return True
-    return _close(_own_positions(whole, part, share), _own_positions(varied, part, share), _SAME_SHAPES)
-
-
-def _holds(whole: Tensor, part: Tensor, share: _Share) -> bool:
-    """Whether what all positions make has in it what this rank's make."""
-    if whole.numel() == share.size * part.numel() and part.numel():
-        whole = _own_positions(whole, part, share)
-    return _close(whole, part, _OTHER_SHAPES)
-
-
-def _close(first: Tensor, second: Tensor, room: Mapping[torch.dtype, float]) -> bool:
-    if first.shape != second.shape:
-        return False
-    if not first.is_floating_point():
-        return bool(torch.equal(first, second))
-    if not first.numel():
-        return True
-    atol = room.get(first.dtype, room[torch.bfloat16]) * float(first.nan_to_num(0, 0, 0).abs().max())
-    differs = ~torch.isclose(first.float(), second.float(), rtol=0, atol=atol, equal_nan=True)
-    if first.dim() < _OF_POSITIONS or first.dtype in (torch.float32, torch.float64):
-        return not bool(differs.any())
-    return float(differs.flatten(2).any(-1).float().mean()) <= _ROUTED
-
-
-def _own_positions(whole: Tensor, part: Tensor, share: _Share) -> Tensor:
-    longer = [dim for dim in range(part.dim()) if whole.shape[dim] == share.size * part.shape[dim]]
-    if whole.dim() != part.dim() or len(longer) != 1:
-        return whole
-    (dim,) = longer
-    if dim:
-        return whole.narrow(dim, share.rank * part.shape[dim], part.shape[dim])
-    count = share.length if part.shape[0] % share.length == 0 else part.shape[0]
-    rows = whole.reshape(-1, share.size, count, *whole.shape[1:])
-    return rows[:, share.rank].reshape(part.shape)
+    As the first rank with a difference finds it. Collective.
+    """
+    recorded: list[dict[str, _Recorded]] = []
+    for probe in runs.probes:
+        with _recorded(model) as calls:
+            runs.made(probe)
+        recorded.append(calls)
+    found = None
+    for name in recorded[0] if len({*map(frozenset, recorded)}) == 1 else ():
+        output = runs.cut(*(calls[name].output for calls in recorded))
+        if not output.alone and (not name or runs.cut(*(calls[name].inputs for calls in recorded)).alone):
+            found = _Mixing(name, output.undisturbed and not output.movable)
+            break
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, found)
+    names = [each for each in everyones if each is not None] or [_Mixing("", counts=False)]
+    return _Mixing(names[0].name, all(each.counts for each in names))
 
 
 def _on_all(same: bool) -> bool:
@@ -250,26 +285,26 @@ def _on_all(same: bool) -> bool:
     return bool(equal.item())
 
 
-def _first_named(name: str) -> str:
-    """The module that the first rank with a difference names."""
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, name)
-    return next((each for each in names if each), "")
-
-
 def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _refusal(model: nn.Module, name: str, *, shifts: bool) -> str:
-    if shifts and not name:
-        return (
+def _refusal(model: nn.Module, forward: SplitForward, kwargs: dict[str, Any], mixing: _Mixing) -> ModelError:
+    if forward.shifts_labels and "labels" in kwargs and "shift_labels" not in kwargs and not mixing.name:
+        return ModelError(
             f"{type(model).__name__} was called with labels and without shift_labels, so that a label at the border of "
             "each part would be lost; pass all that engine.batches yields: engine(**batch)"
         )
-    module = model.get_submodule(name)
-    where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-    return (
+    module = model.get_submodule(mixing.name)
+    where = f"{mixing.name} ({type(module).__name__})" if mixing.name else type(module).__name__
+    if mixing.counts:
+        return ModelError(
+            f"{where} counts positions, or what came before, from the beginning of each part, as torch.arange(length) "
+            "of rotary embeddings or of a table of positions does, so it would train wrongly in silence under "
+            "parallel.sequence; let it take position_ids, which engine.batches adds to a batch with input_ids, or "
+            "remove parallel.sequence"
+        )
+    return ModelError(
         f"{where} mixes positions of a sequence outside of attention, or computes a loss that is no mean over tokens, "
         "so it would train wrongly in silence under parallel.sequence; call unishard.attention where it is attention, "
         "compute the loss of its logits in the script, or remove parallel.sequence"

@@ -20,6 +20,7 @@ from unishard.sequence.batches import BatchSplitter
 from unishard.sequence.exchange import gather_plain
 from unishard.sequence.forward import SplitForward
 from unishard.sequence.group import make_group
+from unishard.sequence.kept_losses import KeptLoss
 from unishard.sequence.known_parts import KnownParts
 from unishard.sequence.layout import PositionLayout
 from unishard.sequence.proof import prove
@@ -36,7 +37,10 @@ class SplitSequences:
             ModelError: The model computes attention by its own code.
         """
         self._model = model
-        self._proved = False
+        self.proved = False
+        """Whether nothing but attention mixes positions."""
+        self.kept_losses: tuple[KeptLoss, ...] = ()
+        """Losses that modules keep, and of which parts make another one."""
         self._parts = KnownParts()
         self.group = make_group(section.size)
         self._layout = PositionLayout(section.size, balanced=section.method == "allgather")
@@ -58,31 +62,32 @@ class SplitSequences:
             DataError: The batch has no sequence, or the ranks of the group have read different ones.
         """
         self._require_same(batch)
-        result = self._splitter.split(to_device(batch, device))
-        self._parts.add(result)
+        split, own = self._splitter.split(batch), {id(tensor) for tensor in tensors_in(batch)}
+        result = to_device(split, device)
+        pairs = zip(tensors_in(split), tensors_in(result), strict=True)
+        self._parts.add(result, self._splitter.length or 0, [placed for each, placed in pairs if id(each) in own])
         return result
 
-    def prove(self, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        """Check at the first forward that nothing but attention mixes positions. Collective.
+    def prove(self, run: Callable[..., Any], args: Any, kwargs: dict[str, Any], *, closely: bool = True) -> None:
+        """Check, with the positions of a forward, that nothing but attention mixes positions. Collective.
 
         Args:
             run: The model's forward, through the engine.
             args: Of the forward.
             kwargs: Likewise.
+            closely: Whether a few positions at the borders of parts count.
 
         Raises:
             ContractError: The samples were not split.
             ModelError: On every rank: something does; names the module.
         """
-        if not self._proved:
-            self.forward.check(args, kwargs)
-            prove(self._model, run, self.forward, args, kwargs)
-            self._proved = True
+        self.kept_losses = prove(self._model, run, self.forward, args, kwargs, closely=closely)
+        self.proved = True
 
     def refuse_failure(self, error: Exception) -> None:
         """Raise ModelError in place of an error of the first forward, in which the model gets parts of its samples."""
         known = isinstance(error, UnishardError | torch.OutOfMemoryError) or is_lost_connection(error)
-        if self._proved or known:
+        if self.proved or known:
             return
         text = f"{type(error).__name__}: {error}".rstrip(".")
         raise ModelError(
@@ -105,10 +110,14 @@ class SplitSequences:
         with self.forward.paused():
             yield
 
-    def part(self, tensor: Tensor, fill: float = 0) -> Tensor:
-        """This rank's part of a whole tensor, `[batch, sequence, ...]`."""
+    def part(self, tensor: Tensor, fill: float | None = None) -> Tensor:
+        """This rank's part of a whole tensor, `[batch, sequence, ...]`.
+
+        Raises:
+            DataError: It must be padded, and nobody says with what.
+        """
         part = self._splitter.part(tensor, fill=fill)
-        self._parts.add(part)
+        self._parts.add(part, tensor.shape[1])
         return part
 
     def whole(self, part: Tensor) -> Tensor:

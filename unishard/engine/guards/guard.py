@@ -64,10 +64,17 @@ class LoopState(Protocol):
     """Whether the engine's own backward runs."""
     looks_at_update: bool
     """Whether `Sampling` has chosen the current update."""
+    unsharded: bool
+    """Whether the script uses full weights, in a block of `engine.weights.unsharded`."""
 
     @property
     def looks(self) -> bool:
         """Whether it has chosen the current micro-batch."""
+        ...
+
+    @property
+    def begins_window(self) -> bool:
+        """Whether the next forward is the first of its window."""
         ...
 
     @property

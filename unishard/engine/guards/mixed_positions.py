@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from unishard.contract.adapter import EngineAdapter
-from unishard.engine.guards.guard import Guard
+from unishard.engine.guards.guard import Guard, LoopState
+from unishard.engine.guards.perturbed_weights import perturbed_weights
 from unishard.sequence.split_sequences import SplitSequences
 
 
 class MixedPositions(Guard):
-    """Refuses a model in which something other than attention looks at other positions, at its first forward.
+    """Refuses a model in which something other than attention looks at other positions.
+
+    Before the first forward with weights of which none is zero, for those that begin there; later with those of the
+    model and what comes then, at the begin of windows that `Sampling` chooses.
 
     Without it: a convolution, a state space or a pooling head sees only this rank's part, and trains wrongly in
     silence.
     """
 
-    def __init__(self, adapter: EngineAdapter, sequences: SplitSequences) -> None:
-        self._adapter, self._sequences = adapter, sequences
+    def __init__(self, adapter: EngineAdapter, sequences: SplitSequences, place: LoopState) -> None:
+        self._adapter, self._sequences, self._place = adapter, sequences, place
+        self._proved = self._due = False
+
+    def before_forward(self) -> None:
+        """Learn where the loop is."""
+        self._due = not self._proved or (self._place.looks_at_update and self._place.begins_window)
 
     @contextmanager
     def forward(self, inputs: Any) -> Iterator[None]:
-        """Prove it before the first one."""
-        args, kwargs = inputs
-        self._sequences.prove(self._adapter.forward, args, kwargs)
+        """Prove it, where it is due."""
+        if self._due:
+            with nullcontext() if self._proved else perturbed_weights(self._adapter, self._place):
+                self._sequences.prove(self._adapter.forward, *inputs, closely=not self._proved)
+            self._proved = True
         yield

@@ -13,7 +13,8 @@ from unishard.sequence.split_sequences import SplitSequences
 class UnweighedLoss(Guard):
     """Refuses the mean loss of a part: parts have different numbers of labels, so the mean of means is another loss.
 
-    Without it: a loss that the script computes from logits trains wrongly in silence.
+    So is one of whose items some are padding, and one with a loss that a module has kept of its part and that does not
+    add up. Without it: a loss that the script computes from logits trains wrongly in silence.
     """
 
     def __init__(self, sequences: SplitSequences) -> None:
@@ -21,6 +22,15 @@ class UnweighedLoss(Guard):
 
     def before_backward(self, loss: Tensor, call: ComparedCall) -> None:
         """Raise ContractError unless the loss is that of the group's micro-batch."""
+        for kept in self._sequences.kept_losses:
+            value = kept.value()
+            if value is not None and value.requires_grad and comes_from(loss, value):
+                raise ContractError(
+                    f"with parallel.sequence {kept.title} is computed of a part of the samples, and is no sum or mean "
+                    "over tokens, so this loss with it would train wrongly in silence; leave it out, or "
+                    "remove parallel.sequence"
+                )
+        self._require_no_padding(call.num_items)
         if call.num_items is not None or call.scaled:
             return
         own = self._sequences.forward.loss
@@ -28,4 +38,14 @@ class UnweighedLoss(Guard):
             raise ContractError(
                 "with parallel.sequence this loss is the mean of a part of the samples, which weighs their tokens "
                 "unequally; pass the sum and how many items it sums over: engine.backward(loss_sum, num_items=number)"
+            )
+
+    def _require_no_padding(self, items: int | Tensor | None) -> None:
+        split = self._sequences.forward.last
+        if split is None or isinstance(items, Tensor) or split.unpadded == split.length:
+            return
+        if items == len(split.documents) * split.part:
+            raise ContractError(
+                f"num_items is {items}, all positions of a part, of which some are padding of parallel.sequence (of "
+                f"{split.unpadded} to {split.length} positions); count those with labels: (labels != -100).sum()"
             )

@@ -150,7 +150,8 @@ class Evaluation:
         if self._sequences is None:
             return nullcontext()
         if kind == "forward":
-            self._sequences.prove(self._adapter.forward, *call)
+            if not self._sequences.proved:
+                self._sequences.prove(self._adapter.forward, *call)
             return nullcontext()
         return self._sequences.whole_samples(call)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from unishard.integrations.saving import replace_checkpoint
 from unishard.integrations.transformers.arguments import agree_on_schedule, config_for, section_of_deepspeed, without
 from unishard.integrations.transformers.checkpoints import converted, is_sharded
 from unishard.integrations.transformers.replaced_heads import finish_whole, read_by_forward
+from unishard.logits.forward import whole_logits
 
 __all__ = ["UnishardMixin", "UnishardTrainer"]
 
@@ -37,6 +38,9 @@ _FOLDER = "unishard"
 _GENERATES = ("num_generations", "generation_config")
 """What trainers have that train on completions of their own model."""
 _FULL_EVAL = ("fp16_full_eval", "bf16_full_eval")
+
+_LOSS_ONLY = 2
+"""The place of `prediction_loss_only` among the arguments of `prediction_step`."""
 
 _logger = logging.getLogger("unishard")
 
@@ -100,8 +104,9 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
             return super().training_step(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's, with the weights that a replaced forward reads."""
-        with torch.no_grad(), self._reading():
+        """As the trainer's, with the weights that a replaced forward reads, and with logits where it returns them."""
+        loss_only = kwargs.get("prediction_loss_only", args[2] if len(args) > _LOSS_ONLY else False)
+        with torch.no_grad(), self._reading(), nullcontext() if loss_only else whole_logits():
             return super().prediction_step(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

@@ -46,6 +46,7 @@ def sharing_samples(model: nn.Module, section: SequenceParallel, rows: int, part
         layout=layout,
         method=section.method,
         length=part * size,
+        unpadded=part * size,
         documents=[((0, part * size),)] * rows,
         masked=False,
         joined=set(),
