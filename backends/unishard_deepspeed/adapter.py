@@ -151,16 +151,17 @@ class DeepSpeedAdapter(EngineAdapter):
         )
 
     def gradients_in_forward(self) -> None:
-        """Refuse them at stage 3, which frees parameters in each backward.
+        """Refuse them at stage 3, which frees parameters in each backward, unless some stay gathered.
 
         Raises:
             ContractError: Parameters are gathered for each forward and backward.
         """
-        if self._kind == "stage-3":
+        if self._kind == "stage-3" and not self._kept:
             raise ContractError(
-                "the forward computes gradients of its own, as by torch.autograd.grad(energy, positions), which does "
-                f"not work with sharding.strategy {self._strategy} on DeepSpeed, which frees parameters in each "
-                "backward; set sharding: shard_grad_op"
+                "the forward computes gradients of its own, as by torch.autograd.grad(energy, positions), for which "
+                f"DeepSpeed frees parameters with sharding.strategy {self._strategy}; put the forward and the backward "
+                "into a block `with engine.weights.unsharded(names):` with the names of all parameters, as of "
+                "model.named_parameters() before unishard.prepare, or set sharding: shard_grad_op"
             )
 
     def backward(self, loss: Tensor) -> None:

@@ -59,6 +59,8 @@ def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     if isinstance(native, options.DistributedDataParallel):
         return _ddp(model, spec, native, device, optimizer)
     _require(native, patched=bool(units.conditional), mixed=precision.compute != "fp32")
+    # A plain last layer returns one; what writes to it is refused by unishard.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor", UserWarning)
     embeddings: list[nn.Module] = []
     if isinstance(native, options.Replicate):
         sharding.apply_replicate(model, units.casting, device, native, forwards)

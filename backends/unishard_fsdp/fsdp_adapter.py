@@ -138,6 +138,7 @@ class FSDPAdapter(EngineAdapter):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sharded module."""
         self._look_at_frozen()
+        self._unsharded.set_reshard_after_backward(False)  # the forward may compute gradients of its own
         return self.module(*args, **kwargs)
 
     def _look_at_frozen(self) -> None:
@@ -153,7 +154,6 @@ class FSDPAdapter(EngineAdapter):
         if self._stale_dtypes:
             self._refresh_trainable()
             self._stale_dtypes = not self._toggled.all_trainable()
-        self._unsharded.set_reshard_after_backward(False)
         with self._replicated.backward(last=self._last), self._unreduced.backward(last=self._last):
             self._forwards.order.backward(loss)
             self._unsharded.reduce_late()
@@ -312,17 +312,18 @@ class FSDPAdapter(EngineAdapter):
             )
 
     def gradients_in_forward(self) -> None:
-        """Refuse them: FSDP2 takes them for the backward, reduces and frees parameters, and reads them afterwards.
+        """Refuse them unless all parameters stay gathered: FSDP2 takes them for the backward, and frees parameters.
 
         Raises:
-            ContractError: Always.
+            ContractError: Not all parameters stay gathered.
         """
-        raise ContractError(
-            "the forward computes gradients of its own, as by torch.autograd.grad(energy, positions), which does not "
-            f"work with sharding.strategy {self._strategy} in {self._compute} on FSDP2, which frees parameters in each "
-            "backward; set sharding: no_shard and precision: fp32, or backend: deepspeed with another strategy than "
-            "full_shard"
-        )
+        if not self._unsharded.holds_all(self._modules()):
+            raise ContractError(
+                "the forward computes gradients of its own, as by torch.autograd.grad(energy, positions), for which "
+                f"FSDP2 frees parameters with sharding.strategy {self._strategy}; put the forward and the backward "
+                "into a block `with engine.weights.unsharded(names):` with the names of all parameters, as of "
+                "model.named_parameters() before unishard.prepare"
+            )
 
     def placement(self) -> Placement:
         """Report what the engine holds, from its live tensors."""

@@ -22,9 +22,10 @@ _OF_DTENSOR = (
     "remove or reshape sharded dimension",
     "along the sharded dimension",
     "Sharding propagation failed",
+    "appears to not have been used in the graph",
 )
 """In torch 2.13's errors for operations on a parameter that is not gathered (torch/distributed/tensor/_dispatch.py,
-_ops/_view_ops.py; torch/_tensor.py)."""
+_ops/_view_ops.py; torch/_tensor.py), or on its gradient, where the forward computes with the gathered one."""
 
 
 def sharded_read(error: RuntimeError, units: Sequence[str]) -> str | None:
@@ -70,6 +71,10 @@ class UnshardedModules:
         """Gather the modules of the block, after all were sharded."""
         for owner in self._open:
             owner.unshard()
+
+    def holds_all(self, modules: Iterable[Any]) -> bool:
+        """Whether all of these modules that have parameters are gathered in the block."""
+        return all(module in self._open for module in modules if own_names(module))
 
     def set_reshard_after_backward(self, reshard: bool) -> None:
         """Set it for the modules of the block."""

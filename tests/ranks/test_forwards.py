@@ -28,8 +28,9 @@ from harness import (
     windows,
 )
 from harness.training import DEEP, FEWER, PAIRS, SPANNING, configured
-from mistakes.forwards import Forces, Losses, fail
+from mistakes.forwards import Block, Forces, Losses, fail
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 import unishard
 from unishard.testing import oracle, run_ranks
@@ -100,6 +101,43 @@ class Peeking(Forces):
         return (x - mean).square().mean()
 
 
+class Mapped(Forces):
+    """Runs under a transform that DeepSpeed's functions do not have."""
+
+    def forward(self, x):
+        return torch.func.vmap(nn.Sequential(*self.blocks))(x).square().mean()
+
+
+class Halved(nn.Module):
+    def forward(self, weight):
+        return weight / 2
+
+
+class Adapting(Block):
+    """Computes with another weight in its forward, as peft does for LoRA on experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.up.weight.requires_grad_(False)
+
+    def forward(self, x):
+        register_parametrization(self.up, "weight", Halved())
+        y = super().forward(x)
+        remove_parametrizations(self.up, "weight", leave_parametrized=False)
+        return y
+
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Adapting() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
 class LateLosses(nn.Module):
     """Appends losses to the list of its caller where it is told to."""
 
@@ -148,16 +186,24 @@ WHERE = {
     Forces: _FREES_NOTHING,
     TransformedForces: _FREES_NOTHING,
     Peeking: CELLS,
+    Adapted: CELLS,
+    Mapped: {cell for cell in CELLS if cell[:2] != ("deepspeed", "full_shard")},
 }
 """Where they train as in plain torch; elsewhere they are refused."""
+SAID = {Losses: "ModelError: blocks.", Mapped: "ModelError: the forward applies a transform of torch.func"}
+UNSHARDED = (Forces, TransformedForces)
+"""Those that train everywhere with full weights."""
 
 
-def trained(kind, backend, strategy, precision):
+def trained(kind, backend, strategy, precision, unsharded=False):
     torch.manual_seed(3)
-    with unishard.prepare(kind(), config(backend, strategy, precision=precision)) as engine:
+    model = kind()
+    names = [name for name, _ in model.named_parameters()]
+    with unishard.prepare(model, config(backend, strategy, precision=precision)) as engine:
         x = torch.randn(2, 8, generator=torch.Generator().manual_seed(my_rank()))
-        loss = engine(x)
-        engine.backward(loss)
+        with engine.weights.unsharded(names) if unsharded else contextlib.nullcontext():
+            loss = engine(x)
+            engine.backward(loss)
         return engine.mean(loss), engine.step().grad_norm
 
 
@@ -167,17 +213,21 @@ def trained(kind, backend, strategy, precision):
     ids=lambda value: getattr(value, "__name__", "-".join(map(str, value)) if isinstance(value, tuple) else ""),
 )
 def test_a_forward_trains_or_is_refused(kind, cell):
-    outcome = play(tuple((trained, (each, *where)) for each, where in product(WHERE, CELLS)))[trained, (kind, *cell)]
+    alone = tuple((trained, (each, *where)) for each, where in product(WHERE, CELLS))
+    full = tuple((trained, (each, *where, True)) for each in UNSHARDED for where in CELLS if where not in WHERE[each])
+    played = play(alone + full)
+    outcome = played[trained, (kind, *cell)]
     if cell not in WHERE[kind]:
-        said = "ModelError: blocks." if kind is Losses else "ContractError: the forward computes gradients of its own"
-        assert error(outcome).startswith(said)
-        return
+        assert error(outcome).startswith(SAID.get(kind, "ContractError: the forward computes gradients of its own"))
+        if kind not in UNSHARDED:
+            return
+        outcome = played[trained, (kind, *cell, True)]
     torch.manual_seed(3)
     model, losses = kind(), []
     for rank in range(2):
         losses.append(model(torch.randn(2, 8, generator=torch.Generator().manual_seed(rank))))
         (losses[-1] / 2).backward()
-    norm = torch.stack([each.grad.norm() for each in model.parameters()]).norm().item()
+    norm = torch.stack([each.grad.norm() for each in model.parameters() if each.requires_grad]).norm().item()
     rel = 1e-5 if cell[2] == "fp32" else 2e-2
     for loss, found in values(outcome):
         assert loss == pytest.approx(sum(losses).item() / 2, rel=rel)

@@ -19,7 +19,6 @@ from unishard.engine.guards.equal_options import EqualOptions
 from unishard.engine.guards.equal_weights import EqualWeights, computes_alike
 from unishard.engine.guards.foreign_backward import ForeignBackward
 from unishard.engine.guards.forward_gradients import ForwardGradients
-from unishard.engine.guards.gathered_parameters import GatheredParameters
 from unishard.engine.guards.guard import Guard, Guards
 from unishard.engine.guards.guarded_module import GuardedModule
 from unishard.engine.guards.inference_mode import InferenceInForward
@@ -27,7 +26,7 @@ from unishard.engine.guards.inplace_writes import InplaceWrites
 from unishard.engine.guards.late_unfreezing import LateUnfreezing
 from unishard.engine.guards.mixed_positions import MixedPositions
 from unishard.engine.guards.other_parameters import OtherParameters
-from unishard.engine.guards.parameter_writes import ParameterWrites
+from unishard.engine.guards.parameter_writes import GatheredWrites, ParameterWrites
 from unishard.engine.guards.reached_parameters import ReachedParameters
 from unishard.engine.guards.recomputed_attention import RecomputedAttention
 from unishard.engine.guards.skipped_updates import SkippedUpdates
@@ -138,8 +137,8 @@ def _of_shards(adapter: EngineAdapter, plan: RunPlan, order: CallOrder) -> list[
     written = ParameterWrites(module, order)
     return [
         written,
-        GatheredParameters(eager, written),
-        InplaceWrites(units, gathers=plan.guard.gathers),
+        GatheredWrites(eager, written),
+        InplaceWrites(module, units, gathers=plan.guard.gathers),
         CopiedContainers(named, order),
         ForwardGradients(inner, order, adapter.gradients_in_forward),
         InferenceInForward(inner),

@@ -7,8 +7,7 @@ They are a list (`unishard.engine.assembly.training_guards`); the loop calls the
 | `unfit_loss` | a backward through nothing, or past the engine | always | attributes of a tensor |
 | `late_unfreezing` | a layer with gradients and without updates | closely | a walk over the parameters |
 | `added_modules` | a layer or a hook that no engine knows | closely | a walk over the modules |
-| `parameter_writes` | a weight that is written by hand and lost | always | versions of tensors; closely their bits |
-| `gathered_parameters` | the same in a forward | closely | hooks on each module, bits of what it computes with |
+| `parameter_writes` | a weight that is written by hand and lost | always | versions; closely bits, by module hooks |
 | `inplace_writes` | gradients without an in-place operation | closely | hooks on each unit |
 | `copied_containers` | a list of the caller that gets no entries | closely | hooks on each module |
 | `forward_gradients` | an error about the storage of a tensor | closely | a hook on each unit |

@@ -139,7 +139,7 @@ class GuardedModule:
             raise ContractError(
                 f"load_state_dict() was called on a prepared {self._name}, and would not reach the engine's shards; "
                 "load the weights before unishard.prepare, or load a checkpoint with engine.load(folder), or replace "
-                "them with engine.weights.load(weights)"
+                "them with engine.weights.load(weights), some of them, as of an adapter, with strict=False"
             )
 
 

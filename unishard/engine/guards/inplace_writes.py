@@ -36,14 +36,15 @@ class InplaceWrites(Guard):
 
     looks = Looks.CLOSELY
 
-    def __init__(self, units: Mapping[str, nn.Module], *, gathers: bool) -> None:
+    def __init__(self, root: nn.Module, units: Mapping[str, nn.Module], *, gathers: bool) -> None:
         """Look at nothing yet.
 
         Args:
+            root: The model.
             units: The modules whose parameters are gathered together, by name and class.
             gathers: Whether their parameters are gathered for each forward and backward.
         """
-        self._units = units
+        self._root, self._units = root, units
         self._gathers = gathers
         self._inside: dict[str, _Versions] = {}
         """Inputs of the units that are running, or have raised an error."""
@@ -58,11 +59,11 @@ class InplaceWrites(Guard):
             ModelError: An input of a unit, or an output that is a view, was changed in place.
         """
         hooks = [hook for name, unit in self._units.items() for hook in self._watch(name, unit)]
+        # Before the engine looks at an output that is a view: torch 2.13 ends in SIGSEGV if its base was changed.
+        hooks.append(self._root.register_forward_hook(lambda *forward: self._require_same_outputs(), prepend=True))
         try:
             yield
-            for name, outputs in self._outputs if self._gathers else ():
-                if outputs.changed():
-                    raise _changed_outside(name)
+            self._require_same_outputs()
         except RuntimeError as error:
             named = any(text in str(error) for text in _REFUSALS)
             if not named or not (self._inside or self._outputs):
@@ -74,6 +75,11 @@ class InplaceWrites(Guard):
             for hook in hooks:
                 hook.remove()
             self._inside, self._outputs = {}, []
+
+    def _require_same_outputs(self) -> None:
+        for name, outputs in self._outputs if self._gathers else ():
+            if outputs.changed():
+                raise _changed_outside(name)
 
     def _watch(self, name: str, unit: nn.Module) -> list[RemovableHandle]:
         """Register hooks outside the engine's."""

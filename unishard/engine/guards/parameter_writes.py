@@ -6,21 +6,24 @@ replaces.
 
 In-place operations raise the version of a tensor, which costs nothing to read: in every micro-batch. What bypasses
 that, `parameter.data.fill_(1)` or `parameter.data = value`, shows in the bits and the memory, which are compared where
-`Sampling` looks: of the parameters between two forwards, and of what a module computes with around its forward.
+`Sampling` looks: of the parameters between two forwards, and of what is gathered, or a rounded copy, around the forward
+of the module with which it comes.
 
 Besides what begins between two looks, two kinds of writes through `data` are not found: those into the memory of a
-gathered parameter outside the forward of its own module, and those to one that stage 3 of ZeRO has not gathered: it has
-no elements.
+gathered parameter outside that forward, and those to one that stage 3 of ZeRO has not gathered: it has no elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from unishard.engine.guards.guard import Guard, LoopState
+from unishard.engine.guards.guard import Guard, Looks, LoopState
 from unishard.engine.guards.tensor_marks import Mark, mark, versions
 from unishard.errors import ContractError
 
@@ -46,8 +49,13 @@ class ParameterWrites(Guard):
         self._names = [*self._resting]
         self._tensors: list[Tensor] = [*self._resting.values()]
         """Those, and what was gathered: FSDP2 keeps such tensors from one gathering to the next."""
-        self._written: set[str] = set()
+        self._replaced: set[str] = set()
+        """Parameters with other memory than before."""
         self._different: list[tuple[str, Tensor]] = []
+        """Whether bits are others than before, by parameter, on the device."""
+        self.parametrized: set[int] = set()
+        """The ids of those that torch sets to themselves, as `torch.nn.utils.parametrize` does in the forward of LoRA
+        on experts: their versions say nothing."""
         self.after_update()
 
     def after_update(self) -> None:
@@ -90,29 +98,28 @@ class ParameterWrites(Guard):
     def _at_rest(self) -> list[Mark]:
         # What is empty at rest may be on its way to the next forward by now.
         return [
-            Mark(each, versions([each])[0]) if self.empty[id(each)] else mark(each, memory=hasattr(each, "to_local"))
+            Mark(each) if self.empty[id(each)] else mark(each, memory=hasattr(each, "to_local"))
             for each in self._resting.values()
         ]
 
     def _found(self) -> list[str]:
         """What was written since this was called, in an order that is the same on all ranks."""
         before, self._versions = self._versions, versions(self._tensors)
-        if before != self._versions:
-            changed = zip(self._names, before, self._versions, strict=True)
-            self._written.update(name for name, was, now in changed if was != now)
         if self._marks and self._place.looks:
             marks, self._marks = self._marks, self._at_rest()
             for name, was, now in zip(self._resting, marks, self._marks, strict=True):
                 self.compare(name, was, now)
+        written, self._replaced = self._replaced, set()
         if self._different:
-            self._written.update(_true(self._different))
+            written |= _read(self._different)
             self._different = []
-        if not self._written:
+        if before != self._versions:
+            changed = zip(self._names, self._tensors, before, self._versions, strict=True)
+            written |= {name for name, each, was, now in changed if was != now and id(each) not in self.parametrized}
+        if not written:
             return []
-        written = [name for name in self._resting if name in self._written]
-        self._written = set()
         self.after_update()
-        return written
+        return [name for name in self._resting if name in written]
 
     def add_gathered(self, name: str, tensor: Tensor) -> None:
         """Look from now on also at a tensor that was gathered."""
@@ -121,19 +128,80 @@ class ParameterWrites(Guard):
         self._versions += versions([tensor])
 
     def compare(self, name: str, was: Mark, now: Mark) -> None:
-        """Note a parameter that was written in between."""
-        replaced = was.memory is not None and now.memory is not None and was.memory is not now.memory
-        if was.version != now.version or replaced:
-            self._written.add(name)
+        """Note whether a parameter was written in between, whatever its version says."""
+        if was.memory is not None and now.memory is not None and was.memory is not now.memory:
+            self._replaced.add(name)
         elif was.bits is not None and now.bits is not None:
             self._different.append((name, was.bits != now.bits))
 
 
-def _true(flags: Sequence[tuple[str, Tensor]]) -> Iterator[str]:
+class GatheredWrites(Guard):
+    """Looks at what is gathered, or a rounded copy, around the forward of the module with which it comes;
+    `ParameterWrites` raises.
+
+    Without it: a forward that writes `parameter.data` of a gathered parameter loses that in silence.
+    """
+
+    looks = Looks.CLOSELY
+
+    def __init__(self, parts: Mapping[str, nn.Module], written: ParameterWrites) -> None:
+        """Look at nothing yet.
+
+        Args:
+            parts: The modules by name.
+            written: Is told what each parameter was and what it is.
+        """
+        self._parts, self._written = parts, written
+        self._running: dict[int, dict[str, Mark]] = {}
+        """By the id of each module that runs what came with it."""
+        self._there: set[int] = set()
+        """The ids of all that."""
+        self._seen: set[str] = set()
+        """The names of what was gathered."""
+
+    @contextmanager
+    def forward(self, inputs: Any) -> Iterator[None]:
+        """The block that runs a forward that is looked at."""
+        hooks = [hook for name, part in self._parts.items() for hook in self._around(name, part)]
+        try:
+            yield
+        finally:
+            self._running, self._there = {}, set()
+            for hook in hooks:
+                hook.remove()
+
+    def _around(self, name: str, part: nn.Module) -> Iterator[RemovableHandle]:
+        """Register hooks between those of the engine, which gather and release."""
+        yield part.register_forward_pre_hook(lambda module, args: self._enter(name, module))
+        yield part.register_forward_hook(lambda module, args, output: self._leave(module), prepend=True)
+
+    def _enter(self, prefix: str, module: nn.Module) -> None:
+        empty = self._written.empty
+        marks = self._running[id(module)] = {}
+        for name, tensor in module.named_parameters(prefix):
+            if ".parametrizations." in name:
+                self._written.parametrized.add(id(tensor))
+            own = name.rpartition(".")[0] == prefix
+            # What is empty at rest is gathered by now if it is the module's own; others may be on their way.
+            here = own if empty.get(id(tensor)) else id(tensor) not in empty
+            if here and tensor.numel() and id(tensor) not in self._there:
+                marks[name] = mark(tensor, memory=True)
+        self._there.update(id(each.tensor) for each in marks.values())
+
+    def _leave(self, module: nn.Module) -> None:
+        for name, was in self._running.pop(id(module), {}).items():
+            self._there.discard(id(was.tensor))
+            self._written.compare(name, was, mark(was.tensor, memory=True))
+            if name not in self._seen:
+                self._seen.add(name)
+                self._written.add_gathered(name, was.tensor)
+
+
+def _read(flags: list[tuple[str, Tensor]]) -> set[str]:
     """The names whose flags are set; waits for the device."""
     device = flags[0][1].device
     values = torch.stack([flag.to(device) for _, flag in flags]).tolist()
-    return (name for (name, _), value in zip(flags, values, strict=True) if value)
+    return {name for (name, _), value in zip(flags, values, strict=True) if value}
 
 
 def _named(written: list[str]) -> str:

@@ -53,16 +53,10 @@ class Mark(NamedTuple):
     """What a tensor is at one time; None where that is not compared."""
 
     tensor: Tensor
-    version: int
     memory: torch.UntypedStorage | None = None
     bits: Tensor | None = None
 
 
-def mark(tensor: Tensor, *, memory: bool, bits: bool = True) -> Mark:
+def mark(tensor: Tensor, *, memory: bool) -> Mark:
     """Look at a tensor."""
-    return Mark(
-        tensor,
-        versions([tensor])[0],
-        memory_of(tensor) if memory else None,
-        sum_of_bits(tensor) if bits else None,
-    )
+    return Mark(tensor, memory_of(tensor) if memory else None, sum_of_bits(tensor))
