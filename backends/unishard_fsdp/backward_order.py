@@ -111,6 +111,6 @@ def _reached_by(loss: Tensor, passes: list[Pass]) -> list[Pass]:
         node = waiting.popleft()
         if node is not None and node not in seen:
             seen.add(node)
-            missing.discard(owners.get(node))  # type: ignore[arg-type]
+            missing.discard(owners.get(node))
             waiting.extend(following for following, _ in node.next_functions)
     return [each for each in passes if each not in missing]
