@@ -432,6 +432,6 @@ def test_the_arguments_of_the_trainer_are_translated_or_contradict():
             assert line in otherwise
         assert "weight_decay" not in otherwise
         assert "nonfinite" not in otherwise
-        assert "activation_checkpointing: is selective, but TrainingArguments." in recomputed
+        assert "activation_checkpointing: is selective, but TrainingArguments says full" in recomputed
         assert "pass resume_from_checkpoint" in resumes
-        assert "scheduler.total_steps: is 7, but TrainingArguments.max_steps says 10" in longer
+        assert "scheduler.total_steps: is 7, but TrainingArguments says 10" in longer

@@ -138,14 +138,14 @@ def _agree(config: Config, said: ReadDocument, sections: Collection[str]) -> Non
     """Raise ConfigError for each field in these sections of a config of which the arguments say otherwise."""
     given = config.model_dump(exclude_unset=True)
     written = [path for path, _ in flat({name: given[name] for name in sections if name in given})]
-    keys = {path: entry.key for entry in said.entries for path in (*entry.effect.fields, *entry.effect.decides)}
+    keys = {path: entry for entry in said.entries for path in (*entry.effect.fields, *entry.effect.decides)}
     refused = {path: entry.value for entry in said.entries for path in entry.effect.decides}
     problems = []
     for path in written:
         says, theirs = value_at(config, path), refused.get(path, value_at(said.config, path))
         open_ = path in said.undecided or (path.startswith("training.") and path not in keys)
         if not open_ and says != theirs:
-            key = f".{keys[path]}" if path in keys else ""
+            key = f".{keys[path].key}" if path in keys and keys[path].value == theirs else ""
             problems.append(Problem(path, f"is {says}, but TrainingArguments{key} says {theirs}; write one of them"))
     if problems:
         raise ConfigError(problems)
