@@ -40,6 +40,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         "reduce_bucket_size": positive,
         "overlap": st.booleans(),
         "desync_check": st.booleans(),
+        "timeout": st.none() | st.floats(1, 86400),
         "desync_timeout": st.floats(0.1, 1800),
     }
     if strategy in BY_UNITS:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from unishard.distributed.process_group import mesh_of_ranks
 
 
 class Replicas:
@@ -55,4 +57,4 @@ class Replicas:
 
 def replicas_of(shape: tuple[int, int], device: str) -> Replicas:
     """Create the groups of a hybrid strategy: so many of so many ranks. Collective."""
-    return Replicas(init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard")))
+    return Replicas(mesh_of_ranks(device, shape, ("replicate", "shard")))

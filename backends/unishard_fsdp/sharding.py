@@ -9,7 +9,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from unishard.config import Precision
@@ -21,6 +21,7 @@ from unishard.contract.kit.replicated import is_replicated
 from unishard.contract.units import Unit
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import dtype_named
+from unishard.distributed.process_group import mesh_of_ranks
 from unishard_fsdp import collective_settings
 from unishard_fsdp.dimensionless import add_dimension
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
@@ -124,8 +125,8 @@ def _run_as_unsharded(model: nn.Module) -> None:
 def _mesh(device: torch.device, axes: Mesh | None = None) -> DeviceMesh:
     """A mesh of all ranks on one axis, or with the axes of a hybrid strategy."""
     if axes is None:
-        return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (axes.replicate, axes.shard), mesh_dim_names=("replicate", "shard"))
+        return mesh_of_ranks(device.type, (dist.get_world_size(),), ("shard",))
+    return mesh_of_ranks(device.type, (axes.replicate, axes.shard), ("replicate", "shard"))
 
 
 def _part(shards: DeviceMesh) -> Part:

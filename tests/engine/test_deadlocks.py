@@ -42,10 +42,11 @@ def status(
     quiet: float = 1000.0,
     gloo: bool = True,
     age: float = 0.0,
+    limit: float = 1800.0,
 ) -> tuple[float, Any]:
     """As it comes to the monitor."""
     where = place or places[-1]
-    standing = Standstill(tail(*places), doing, where, inside, seconds, 10.0, group, threads, quiet, gloo)
+    standing = Standstill(tail(*places), doing, where, inside, seconds, 10.0, group, threads, quiet, gloo, limit)
     return age, json.loads(json.dumps(standing))
 
 
@@ -162,6 +163,19 @@ def test_the_first_rank_that_waits_is_told_once_where_the_late_ones_are() -> Non
     )
     assert detect(statuses) == Diagnosis(late={1: said})
     assert detect(statuses) == Diagnosis()
+
+
+def test_a_rank_that_is_later_than_the_timeout_is_named_first() -> None:
+    def ends(waits: float, **said: Any) -> str:
+        busy = status(BUSY, "a", inside=False, place="is at train.py:33 in load, outside unishard")
+        return found(status(MEETS, "a", FORWARD, seconds=waits, limit=60.0, **said), busy)
+
+    assert ends(50.0) == (
+        "rank 1 is at train.py:33 in load, outside unishard, later than communication.timeout allows (60 s); "
+        f"rank 0 {FORWARD}"
+    )
+    assert ends(49.0) == ""
+    assert ends(50.0, inside=False) == "", "in a group of the script's own, which has its own timeout"
 
 
 def test_late_ranks_are_told_to_one_that_waits_in_a_collective_too() -> None:

@@ -83,7 +83,7 @@ NOW = 100.0
 class Check:
     """A rank that has made no call for a second, since its call of an update."""
 
-    rank, active, failed, waiting, thread, timeout, world, gloo = 0, 1, "", False, 0, 0.2, None, False
+    rank, active, failed, waiting, thread, timeout, world, gloo, limit = 0, 1, "", False, 0, 0.2, None, False, 9.9
 
     def __init__(self, device_wait: DeviceWait | None) -> None:
         self.device_wait, self.moved, self.told = device_wait, NOW - 1, []

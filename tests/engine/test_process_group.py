@@ -42,7 +42,7 @@ def test_a_cuda_rank_takes_its_device_and_starts_nccl_with_a_timeout(torch_calls
     assert torch_calls[0] == ("set_device", 2)
     backend, options = torch_calls[1][1]
     assert backend == "cpu:gloo,cuda:nccl"
-    assert options["timeout"] == process_group.TIMEOUT
+    assert options["timeout"] == process_group.DEFAULT
     assert "device_id" not in options
     assert torch_calls[2:] == [("refuse_shared", 0)]
     assert devices.device_of(RANK) == torch.device("cuda", 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from harness import BACKENDS, DEEP, heard, own_share, play, prepare, train
 from harness import checked as config
 
+from unishard.distributed import process_group
 from unishard.failures import collective_check
 from unishard.failures.digest_exchange import DigestExchange
 from unishard.testing import RankFailure, run_ranks
@@ -199,8 +201,9 @@ def test_no_healthy_run_is_warned_of():
 
 
 def in_a_group_of_the_callers(backend):
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(hours=3))
     with prepare(config(backend)) as engine:
+        assert process_group.timeout() == timedelta(hours=3), "also of the groups that the engine makes"
         batch = own_share(1)[0]
         train(engine, [batch])
         return outcome(step_on_one_rank, engine, dist.get_rank(), batch)

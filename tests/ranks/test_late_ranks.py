@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +20,7 @@ from harness import BACKENDS, checked, heard, my_rank, own_share, until, update
 
 import unishard
 from unishard.failures import heartbeat
-from unishard.testing import run_ranks
+from unishard.testing import RankFailure, run_ranks
 from unishard.testing.models import MODELS
 
 pytestmark = pytest.mark.ranks
@@ -244,3 +245,27 @@ def test_a_late_rank_ends_no_run_and_is_named(case):
     for number, (name, seconds, said) in enumerate(waiting):
         assert seconds > LATE, (name, "was not late")
         assert number % 3 == 2 or any(map(REPORT.search, said)), (name, said)
+
+
+def too_late(backend: str, own_group: bool) -> None:
+    """Rank 1 comes after the timeout: of the config to a call that is compared, of the script's own process group to one
+    that is not."""
+    timeout = 4.0
+    if own_group:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    limits = {"desync_timeout": 1.0} | ({} if own_group else {"timeout": timeout})
+    with unishard.prepare(MODELS["mlp"].build(), checked(backend, communication=limits)) as engine:
+        for batch in own_share(WHEN["later" if own_group else "first"] + 1):
+            update(engine, batch)
+        if my_rank() == 1:
+            time.sleep(3 * timeout)
+        update(engine, own_share(1)[0])
+
+
+@pytest.mark.parametrize(("backend", "own_group"), [*zip(BACKENDS, (False, True), strict=True)])
+def test_a_rank_later_than_the_timeout_ends_the_run_and_is_named_first(backend, own_group):
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, too_late, backend, own_group, timeout=60)
+    message = failure.value.errors[0].message
+    assert message.startswith("rank 1 is at test_late_ranks.py:"), message
+    assert "in too_late, outside unishard, later than communication.timeout allows (4 s); rank 0 is in " in message

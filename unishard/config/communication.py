@@ -23,6 +23,10 @@ class Communication(Section):
     whatever its size; 0 disables prefetching."""
     overlap: bool = Field(default=True)
     """Whether gradients are reduced during backward, where the engine has this option."""
+    timeout: float | None = Field(default=None, gt=0)
+    """Seconds that ranks wait for a late one, in a call of the engine or in any collective of its process groups, until
+    the run ends. `null` for 30 minutes, or for the timeout of a process group that the script or a framework has
+    started."""
     desync_check: bool = Field(default=True)
     """Whether to check that all ranks make the same collective calls: one by one in the first ten updates, then all
     calls so far where every tenth update begins, before its step, and before a save. On a mismatch, every rank raises

@@ -136,6 +136,14 @@ FALLBACKS: Mapping[str, Rule] = {
             "strict": "controls unishard's own report",
         }.items()
     },
+    **asked(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        {
+            "communication.timeout": "start the process group with it: init_process_group(timeout=...), or "
+            "InitProcessGroupKwargs(timeout=...) of Accelerate"
+        },
+    ),
     **saved_by_script("your save function"),
     **asked(Fit.APPROXIMATE, NO_KEY, {"checkpoint.keep_every": _KEPT, "checkpoint.keep_best": _KEPT}),
     **{path: no_key("affects only logs") for path, _ in leaves(Logging, "logging.")},

@@ -100,6 +100,7 @@ LOOP: Mapping[str, Rule] = {
     "scheduler.delay_steps": done_by_unishard("counts updates"),
     "scheduler.total_steps": done_by_unishard("counts updates"),
     "scheduler.min_lr_ratio": done_by_unishard("factor of `optimizer.lr`"),
+    "communication.timeout": done_by_unishard("timeout of every process group, and of the desync check"),
     "communication.desync_check": done_by_unishard(
         "a few bytes over gloo before each collective call; none with one rank"
     ),

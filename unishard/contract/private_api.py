@@ -146,6 +146,14 @@ CORE_PRIVATE_API = by_name(
         instead="call engine.backward(loss), or compute and backward the loss inside `with engine.weights.frozen():`",
     ),
     PrivateApi(
+        name="group-timeout",
+        case="The timeout of a process group that the script has started",
+        names=("torch.distributed:ProcessGroup._get_backend", "torch._C._distributed_c10d:Backend.Options._timeout"),
+        versions="torch 2.11 to 2.15",
+        link=f"{_TORCH}/distributed/distributed_c10d.py#L1616",
+        instead="set communication.timeout",
+    ),
+    PrivateApi(
         name="checkpoint-index",
         case="The index of a checkpoint",
         names=(

@@ -1,18 +1,42 @@
-"""The process group of a run in use: its timeout, and groups of the hosts."""
+"""The process group of a run in use: its timeout, and other groups of its ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-TIMEOUT = timedelta(minutes=30)
-"""Timeout of collectives, over gloo and NCCL; when it expires, torch ends the process with its own report."""
+DEFAULT = timedelta(minutes=30)
+"""Timeout of collectives, over gloo and NCCL, where nobody has chosen one."""
 
+_timeout = DEFAULT
 _host_groups: dict[Any, dist.ProcessGroup] = {}
 _spare_groups: dict[Any, list[dist.ProcessGroup]] = {}
 """For each default group, the groups that were given back."""
+
+
+def timeout() -> timedelta:
+    """How long collectives wait for a late rank; when it expires, torch ends the process with its own report."""
+    return _timeout
+
+
+def set_timeout(timeout: timedelta) -> None:
+    """Set that for the groups that are made from now on."""
+    global _timeout
+    _timeout = timeout
+
+
+def mesh_of_ranks(device: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """A mesh of all ranks whose groups have that timeout, where torch gives new ones its own: 10 minutes on NCCL.
+    Collective.
+    """
+    made = init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
+    for group in made.get_all_groups():
+        group.set_timeout(_timeout)
+    return made
 
 
 def host_group() -> dist.ProcessGroup:
@@ -20,7 +44,7 @@ def host_group() -> dist.ProcessGroup:
     world = dist.group.WORLD
     if world not in _host_groups:
         _host_groups.clear()
-        _host_groups[world] = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        _host_groups[world] = dist.new_group(backend="gloo", timeout=_timeout)
     return _host_groups[world]
 
 
@@ -33,7 +57,7 @@ def borrow_group() -> dist.ProcessGroup:
     """
     world = dist.group.WORLD
     spare = _spare_groups.get(world)
-    return spare.pop() if spare else dist.new_group(backend="gloo")
+    return spare.pop() if spare else dist.new_group(backend="gloo", timeout=_timeout)
 
 
 def give_back(group: dist.ProcessGroup, world: Any) -> None:

@@ -129,7 +129,7 @@ def prepare(
 def _group(communication: Communication) -> Iterator[Topology]:
     """The process group, in which an error names the rank that has caused it, and ends the other ranks. Collective."""
     with explain_lost_connections():
-        topology = lifetime.ensure(Topology.from_environment(), patience=communication.desync_timeout)
+        topology = lifetime.ensure(Topology.from_environment(), communication)
         with monitor_client.blocking_call():
             collective_check.begin(communication)
             with collective_check.announce_errors("unishard.prepare"):

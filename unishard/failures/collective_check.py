@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from unishard.config import Communication
+from unishard.distributed.process_group import timeout
 from unishard.errors import RankMismatchError
 from unishard.failures import monitor_client
 from unishard.failures.call_log import CallLog, tail_from
@@ -137,7 +138,7 @@ def begin(cfg: Communication) -> None:
     if (monitor := monitor_client.current()) is not None:
         monitor.be_patient(cfg.desync_timeout)
     if (check := _of_this_group()) is not None:
-        check.timeout = cfg.desync_timeout
+        check.timeout, check.limit = cfg.desync_timeout, timeout().total_seconds()
     if check is not None or dist.get_world_size() == 1:
         return
     _begun += 1
@@ -225,15 +226,16 @@ def _of_this_group() -> DesyncCheck | None:
 class DesyncCheck:
     """The check of all ranks of one process group. Used by one thread at a time."""
 
-    def __init__(self, timeout: float, serial: int = 0) -> None:
+    def __init__(self, patience: float, serial: int = 0) -> None:
         """Create the check. Collective.
 
         Args:
-            timeout: Seconds after which a late rank is named.
+            patience: Seconds after which a late rank is named.
             serial: Another one for each check of this process.
         """
         self.world = dist.group.WORLD
-        self.timeout = timeout
+        self.timeout = patience
+        self.limit = timeout().total_seconds()
         self._serial = serial
         self.members = self.active = 0
         self.rank, self.size = dist.get_rank(), dist.get_world_size()

@@ -5,6 +5,7 @@ rank is.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
@@ -62,6 +63,8 @@ class Standstill(NamedTuple):
     """Seconds for which no data has been on its way from or to it, see `Traffic`."""
     gloo: bool = False
     """Whether it waits for other ranks only: no collective of its process group waits for a device."""
+    limit: float = math.inf
+    """Seconds that it waits for a late rank, at most."""
     age: float = 0.0
     """Seconds since it has said so."""
 
@@ -195,6 +198,8 @@ class DeadlockDetector:
             if raised := _raised(tails, min(tail.number for tail in tails.values())):
                 return Diagnosis(_because(raised, places, (), ""))
             return Diagnosis(f"{problem}: {where}")
+        if late := _too_late(statuses):
+            return Diagnosis(late)
         waiting = [
             rank
             for rank, status in statuses.items()
@@ -208,6 +213,24 @@ class DeadlockDetector:
             return Diagnosis()
         self._warned.add(asked)
         return Diagnosis(late={first: f"has waited {statuses[first].seconds:.0f} s for other ranks: {where}"})
+
+
+def _too_late(statuses: Mapping[int, Standstill]) -> str:
+    """The error of ranks that have waited as long as they may, in a call of the engine; empty if none has.
+
+    It comes just before the timeout of torch, which names nobody.
+    """
+    waiting = [status for status in statuses.values() if status.inside and status.doing in (MEETS, WAITS)]
+    late = {rank: status.place for rank, status in statuses.items() if status.doing == BUSY}
+    if not late or not any(
+        status.seconds + status.age >= max(status.limit - status.patience, status.limit / 2) for status in waiting
+    ):
+        return ""
+    others = {rank: status.place for rank, status in statuses.items() if rank not in late}
+    return (
+        f"{describe(late, (), '')}, later than communication.timeout allows ({waiting[0].limit:.0f} s); "
+        f"{describe(others, (), '')}"
+    )
 
 
 def _deadlock(statuses: Mapping[int, Standstill]) -> str:

@@ -5,6 +5,7 @@ shutdown.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import os
@@ -12,18 +13,19 @@ import sys
 import time
 import warnings
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from unishard.config.communication import Communication
 from unishard.config.launchers import forgotten_srun
 from unishard.config.rendezvous import rendezvous
 from unishard.config.topology import Topology
 from unishard.contract.private_api import CORE_PRIVATE_API
-from unishard.distributed import devices
+from unishard.distributed import devices, process_group
 from unishard.distributed.descriptors import make_room
-from unishard.distributed.process_group import TIMEOUT, forget_groups
 from unishard.failures import launcher, monitor_client, prelaunch_errors
 from unishard.failures.arrival import connect, join_group, leave, note_start
 
@@ -33,7 +35,7 @@ _process = 0
 """The process that has started or joined the group."""
 
 
-def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
+def ensure(topology: Topology, communication: Communication | None = None) -> Topology:
     """Initialize the default process group, or use the one that the caller has initialized. Collective.
 
     CUDA ranks get `cpu:gloo,cuda:nccl`, for collectives on tensors of either device, and their device becomes the
@@ -41,33 +43,34 @@ def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
 
     Args:
         topology: The ranks.
-        patience: `communication.desync_timeout`; the ranks are then connected first, so that one that ends or does not
-            answer is known to the others (`monitor_client`). None to connect nothing.
+        communication: With it, the ranks are connected first, so that one that ends or does not answer is known to the
+            others (`monitor_client`).
 
     Returns:
         The topology with the rank and world size of the actual group.
 
     Raises:
         ConfigError: The launcher's environment has no rendezvous address, or a rank has no CUDA device of its own.
-        RankMismatchError: Another rank has ended before it came here; with `patience`.
+        RankMismatchError: Another rank has ended before it came here; with `communication`.
     """
     global _process
     _process = os.getpid()
-    if patience is not None:
+    if communication is not None:
         launcher.watch()
     cuda, started = torch.cuda.is_available(), dist.is_initialized()
     if cuda:
         devices.use(devices.choose(topology, shared=started and "nccl" not in dist.get_backend_config()))
     if started:
-        if patience is not None:
-            join_group(TIMEOUT, patience)
+        if communication is not None:
+            join_group(_choose_timeout(communication.timeout), communication.desync_timeout)
         return replace(topology, rank=dist.get_rank(), world_size=dist.get_world_size())
+    timeout = _choose_timeout(None if communication is None else communication.timeout)
     meet: dict[str, Any] = {"init_method": rendezvous(topology)}
     if meet["init_method"] is None:
         meet = {"store": dist.HashStore()}  # type: ignore[attr-defined]  # torch 2.13 exports it without __all__
-    elif patience is not None and topology.world_size > 1:
+    elif communication is not None and topology.world_size > 1:
         prelaunch_errors.install()
-        meet = {"store": connect(topology, TIMEOUT, patience)}
+        meet = {"store": connect(topology, timeout, communication.desync_timeout)}
     if topology.launcher == "python" and (forgotten := forgotten_srun()) is not None:
         warnings.warn(forgotten, UserWarning, stacklevel=3)
     make_room(topology.world_size)
@@ -78,7 +81,7 @@ def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             rank=topology.rank,
             world_size=topology.world_size,
-            timeout=TIMEOUT,
+            timeout=timeout,
             **meet,
         )
     atexit.register(shutdown)
@@ -87,6 +90,32 @@ def ensure(topology: Topology, *, patience: float | None = None) -> Topology:
         with monitor_client.blocking_call():
             devices.refuse_shared(torch.cuda.current_device())
     return topology
+
+
+def _choose_timeout(seconds: float | None) -> timedelta:
+    """Set the timeout of collectives, also of the process group in use if there is one.
+
+    Args:
+        seconds: `communication.timeout`; None for what the process group has.
+    """
+    world: Any = dist.group.WORLD
+    if seconds is None:
+        timeout = process_group.DEFAULT if world is None else _timeout_of(world)
+    else:
+        timeout = timedelta(seconds=seconds)
+        if world is not None:
+            world.set_timeout(timeout)
+    process_group.set_timeout(timeout)
+    return timeout
+
+
+def _timeout_of(world: Any) -> timedelta:
+    device = torch.device(dist.get_backend_config().partition(":")[0])
+    with contextlib.suppress(AttributeError, RuntimeError):  # a process group of a class in Python
+        if CORE_PRIVATE_API["group-timeout"].works:
+            timeout: timedelta = world._get_backend(device).options._timeout
+            return timeout
+    return process_group.DEFAULT
 
 
 def is_forked() -> bool:
@@ -118,7 +147,7 @@ def shutdown() -> None:
     leave()
     if not dist.is_initialized():
         return
-    forget_groups()
+    process_group.forget_groups()
     gc.collect()
     time.sleep(0.1)
     # Set by the interpreter for an unhandled exception, before atexit handlers run.

@@ -33,6 +33,8 @@ class Watched(Protocol):
 
     world: dist.ProcessGroup | None
     timeout: float
+    limit: float
+    """As in `Standstill`."""
     active: int
     """Open engines."""
     failed: str
@@ -92,7 +94,9 @@ class _Watch:
             seconds = time.monotonic() - self._blocked_since if doing == WAITS and self._blocked_since else still
             inside, threads = here.inside or check.waiting, has_other_threads(check.thread)
             check.monitor.status(
-                Standstill(tail, doing, place, inside, seconds, check.timeout, group, threads, quiet, check.gloo)
+                Standstill(
+                    tail, doing, place, inside, seconds, check.timeout, group, threads, quiet, check.gloo, check.limit
+                )
             )
         if doing != MEETS and here.inside and still >= _LONG * check.timeout and self._warned != tail.number:
             self._warned = tail.number

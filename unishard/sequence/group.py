@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+from unishard.distributed.process_group import timeout
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
@@ -35,6 +37,9 @@ class SequenceGroup:
 def make_group(size: int) -> SequenceGroup:
     """The group of this rank; `size` divides the ranks. Collective: every rank makes every group, in the same order."""
     world, rank = dist.get_world_size(), dist.get_rank()
+    limit = timeout()
     groups = [list(range(first, first + size)) for first in range(0, world, size)]
-    made = [(dist.new_group(ranks), dist.new_group(ranks, backend="gloo")) for ranks in groups]
+    made = [
+        (dist.new_group(ranks, timeout=limit), dist.new_group(ranks, backend="gloo", timeout=limit)) for ranks in groups
+    ]
     return SequenceGroup(*made[rank // size], size, rank % size)

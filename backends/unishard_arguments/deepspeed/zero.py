@@ -9,10 +9,10 @@ from unishard.config import Config
 from unishard.config.nested import Native, merge
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
-from unishard.contract.field_rows import exact, row, when_default
+from unishard.contract.field_rows import asked, exact, row, when_default
 from unishard.contract.key_rows import boolean, drops, integer, listed, refuses, sets
 from unishard.contract.render import AUTO
-from unishard.contract.rules import Fit, Rule, When, equivalent, is_, unless
+from unishard.contract.rules import SCRIPT, Fit, Rule, When, equivalent, is_, unless
 from unishard_arguments.deepspeed.facts import dropped, may_reach, only, quiet, spelt, stage, undecided, unless_auto
 from unishard_deepspeed import fields
 
@@ -303,6 +303,11 @@ RULES: Mapping[str, Rule] = {
     ),
     "communication.overlap": exact(
         "zero_optimization.overlap_comm", to=lambda cfg, topology: fields.zero(overlap_comm=cfg.communication.overlap)
+    ),
+    **asked(
+        Fit.NEEDS_INPUT,
+        SCRIPT,
+        {"communication.timeout": "deepspeed.init_distributed(timeout=...), or DEEPSPEED_TIMEOUT in minutes"},
     ),
     "communication.desync_check": Rule(
         Fit.IGNORED, "", "a check of the training loop, which changes nothing in training"

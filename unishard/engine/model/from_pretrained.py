@@ -59,7 +59,7 @@ def from_pretrained(cls: Any, path: str | Path, cfg: Config, **kwargs: Any) -> n
     expect_config(cfg)
     if cfg.quantization.on:
         require_installed(cfg.quantization.type)
-    lifetime.ensure(Topology.from_environment(), patience=cfg.communication.desync_timeout)
+    lifetime.ensure(Topology.from_environment(), cfg.communication)
     folder = path_of(path, "from_pretrained")
     model = _empty(cls, folder, kwargs)
     files = files_of(folder)

@@ -33,7 +33,7 @@ def init(cfg: Config) -> Iterator[None]:
         ConfigError: `cfg` is not a config.
     """
     expect_config(cfg)
-    if lifetime.ensure(Topology.from_environment(), patience=cfg.communication.desync_timeout).rank == 0:
+    if lifetime.ensure(Topology.from_environment(), cfg.communication).rank == 0:
         yield
         return
     with without_data():

@@ -186,6 +186,7 @@ LOOP: Mapping[str, Key] = {
     ),
     _ACCUMULATED: Key(_accumulated, f"training.{_ACCUMULATED}", tool_default=1),
     "max_grad_norm": Key(_clipping, "training.gradient_clipping", tool_default=1.0),
+    "ddp_timeout": sets("communication.timeout", number(1)),
     "average_tokens_across_devices": Key(
         _tokens, "", Fit.NEEDS_INPUT, "how the loss is averaged is the training script's to say"
     ),

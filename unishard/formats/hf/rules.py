@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from unishard.config import Config
@@ -56,8 +57,8 @@ _NOT_IN_CONFIG = (
     *("sequence_parallel_size", "data_parallel_size", "seq_parallel_communication_data_type"),
 )
 """What Trainer hands to DeepSpeed itself."""
-_NOT_ZERO = ("precision.matmul", "offload.activations")
-"""A switch of torch and an argument beside the engine, whatever that is."""
+_NOT_ZERO = ("precision.matmul", "offload.activations", "communication.timeout")
+"""What Trainer says beside the engine, whatever that is."""
 
 
 _METHODS = {"fsdp": "allgather", "deepspeed": "ulysses"}
@@ -291,6 +292,12 @@ _OWN: Mapping[str, Rule] = {
     "training.global_batch_size": exact("per_device_train_batch_size x gradient_accumulation_steps x ranks"),
     "training.gradient_clipping": exact(
         "max_grad_norm", to=lambda cfg, topology: {"max_grad_norm": cfg.training.gradient_clipping or 0.0}
+    ),
+    "communication.timeout": exact(
+        "ddp_timeout",
+        to=lambda cfg, topology: (
+            {} if cfg.communication.timeout is None else {"ddp_timeout": math.ceil(cfg.communication.timeout)}
+        ),
     ),
     "training.backward_calls": exact(
         "none: one call for each micro-batch",

@@ -8,7 +8,7 @@ from typing import Any
 from unishard.contract.entries import DocumentValues, Entry, Key, KeyEffect
 from unishard.contract.key_rows import broadcast_buffers, number
 from unishard.contract.rules import Fit
-from unishard.formats.lightning.rows import left, off, optional
+from unishard.formats.lightning.rows import TIMEOUT, left, off, optional
 from unishard.formats.lightning.strategy_arguments import StrategyArguments
 from unishard.formats.names import each, ignored
 
@@ -23,6 +23,7 @@ def _bucket(value: Any, document: DocumentValues) -> KeyEffect:
 ARGUMENTS: Mapping[str, Key] = {
     **ignored("lightning/ignored_ddp.txt", left, off),
     **each("broadcast_buffers forward_sync_buffers", optional(broadcast_buffers, "training.buffers", Fit.EQUIVALENT)),
+    "timeout": TIMEOUT,
     "bucket_cap_mb": optional(_bucket, "communication.reduce_bucket_size"),
 }
 """The arguments of `DDPStrategy`, and those that it hands on to DistributedDataParallel."""

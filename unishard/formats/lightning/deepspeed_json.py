@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from unishard.contract.entries import Key
-from unishard.formats.lightning.rows import left
+from unishard.formats.lightning.rows import TIMEOUT, left
 from unishard.formats.names import ignored, names
 
 ARGUMENTS: Mapping[str, Any] = {
@@ -142,5 +142,5 @@ def _true(value: Any) -> bool:
     return str(value).strip().lower() in ("true", "1", "yes", "on")
 
 
-OWN: Mapping[str, Key] = ignored("lightning/ignored_deepspeed.txt", left)
+OWN: Mapping[str, Key] = {**ignored("lightning/ignored_deepspeed.txt", left), "timeout": TIMEOUT}
 """The arguments that concern only Lightning."""

@@ -10,11 +10,10 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.contract.entries import Entry, Key, KeyEffect, Unreadable
-from unishard.contract.key_rows import drops
 from unishard.contract.rules import Fit
 from unishard.formats.engine_block import EngineBlock
 from unishard.formats.lightning.built import built, short
-from unishard.formats.lightning.rows import UNSET, left, off
+from unishard.formats.lightning.rows import TIMEOUT, UNSET, left, off
 from unishard.formats.lightning.strategy_arguments import StrategyArguments
 from unishard.formats.names import ignored
 
@@ -135,7 +134,7 @@ ARGUMENTS: Mapping[str, ToNative] = {
 
 OWN: Mapping[str, Key] = {
     **ignored("lightning/ignored_fsdp.txt", left, off),
-    "timeout": drops("how long a collective may hang; see communication.desync_timeout"),
+    "timeout": TIMEOUT,
 }
 """The arguments that concern only Lightning, with those that no file can say."""
 

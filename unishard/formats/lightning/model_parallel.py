@@ -8,9 +8,8 @@ from typing import Any
 from unishard.contract.entries import DocumentValues, Entry, Key, KeyEffect, left_out
 from unishard.contract.key_rows import integer
 from unishard.contract.rules import Fit
-from unishard.formats.lightning.rows import left
+from unishard.formats.lightning.rows import TIMEOUT, left
 from unishard.formats.lightning.strategy_arguments import StrategyArguments
-from unishard.formats.names import each
 
 _WRITTEN = "configure_model calls fully_shard there; here every block is a unit"
 _TENSOR = "tensor parallelism is not supported; write tensor_parallel_size: 1"
@@ -35,7 +34,8 @@ ARGUMENTS: Mapping[str, Key] = {
     "tensor_parallel_size": Key(_tensor, "", Fit.UNSUPPORTED, _TENSOR, tool_default="auto"),
     "save_distributed_checkpoint": left("affects only the files of checkpoints"),
     "parallelize_fn": left(_WRITTEN),
-    **each("process_group_backend timeout", left("the launcher decides it")),
+    "process_group_backend": left("the launcher decides it"),
+    "timeout": TIMEOUT,
 }
 """The arguments of `ModelParallelStrategy`, Lightning's FSDP2. Fabric's keeps the optimizer on the old parameters where
 model and optimizer are set up together, so that a step moves nothing, and leaves gradients unreduced after

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
+from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.rules import SCRIPT, Fit
 
 UNSET = left_out("is not set")
@@ -24,6 +25,22 @@ def optional(
 ) -> Key:
     """A row that has nothing to say where the value is null."""
     return Key(lambda value, document: UNSET if value is None else read(value, document), fields, fit, note)
+
+
+_DURATION = re.compile(r"(?:(\d+) days?, )?(\d+):(\d\d):(\d\d(?:\.\d+)?)")
+
+
+def _timeout(value: Any, document: DocumentValues) -> KeyEffect:
+    """As jsonargparse reads a timedelta; YAML makes seconds of an unquoted `1:00:00`."""
+    parts = _DURATION.fullmatch(str(value))
+    if parts is None and not isinstance(value, int | float):
+        raise Unreadable(f'must be a duration, got {shown(value)}; write such as "1:30:00"')
+    units = zip((86400, 3600, 60, 1), parts.groups(), strict=True) if parts else [(1, value)]
+    return KeyEffect(fields={"communication.timeout": sum(unit * float(number or 0) for unit, number in units)})
+
+
+TIMEOUT = optional(_timeout, "communication.timeout")
+"""The row of every strategy that starts a process group."""
 
 
 def left(why: str) -> Key:

@@ -93,7 +93,7 @@ def begin(strategy: Any, cfg: Config) -> None:
         raise ConfigError(
             [Problem("", f"{problem}; pass accelerator='auto', or hide the GPUs by CUDA_VISIBLE_DEVICES=''")]
         )
-    lifetime.ensure(topology, patience=cfg.communication.desync_timeout)
+    lifetime.ensure(topology, cfg.communication)
 
 
 def share_of(strategy: Any, cfg: Config) -> dict[str, int]:
