@@ -101,12 +101,12 @@ class EngineMismatchError(UnishardError, RuntimeError):
     """The running engine does not have the settings of the config."""
 
 
-class UnusedFieldWarning(UserWarning):
-    """A field of a config does not count under the value that an override chose for an open line."""
-
-
 class RenamedFieldWarning(FutureWarning):
     """A config uses the old name of a field. The old name is accepted for one release."""
+
+
+class UnusedFieldWarning(UserWarning):
+    """An override leaves a field of the file without a use."""
 
 
 def printable(text: str) -> str:

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 import unishard
 from unishard import Config, ConfigError
 from unishard.config.loading import launched, yaml_file
-from unishard.errors import Problem
+from unishard.errors import Problem, UnusedFieldWarning
 
 BAD: list[dict[str, Any]] = YAML(typ="safe", pure=True).load(Path(__file__).with_name("bad_configs.yaml"))
 BAD += [
@@ -234,3 +234,41 @@ def test_a_script_that_does_not_read_the_config_of_the_launcher_is_told(
     unishard.load(reads)
     assert said in launched.unused()
     assert bool(said) == bool(launched.unused())
+
+
+def test_null_drops_a_section(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("backend: fsdp\nlogging: {to: [jsonl], dir: logs}\ncheckpoint: {dir: x}\n")
+    cfg = unishard.load(file, overrides=["logging=null", "profile=null"])
+    assert (cfg.logging.to, cfg.checkpoint.dir) == ([], "x")
+    assert unishard.load(file, overrides=["logging=null", "logging.to=[progress]"]).logging.dir is None
+
+
+FULL = """backend: fsdp
+logging: {to: [jsonl], dir: logs, every_steps: 5}
+scheduler: {name: cosine, total_steps: 100, warmup_steps: 3}
+optimizer: {name: adamw, lr: 0.1, betas: [0.9, 0.9]}
+checkpoint: {dir: x, every_steps: 4}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "unused"),
+    [
+        ("logging.to=[]", "logging.every_steps"),
+        ("scheduler.name=constant", "scheduler.total_steps"),
+        ("optimizer.name=sgd", "optimizer.betas"),
+        ("checkpoint.dir=null", "checkpoint.every_steps"),
+    ],
+)
+def test_what_an_override_leaves_without_a_use_is_a_note(change: str, unused: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(FULL)
+    with pytest.warns(UnusedFieldWarning) as notes:
+        unishard.load(file, overrides=[change])
+    assert any(f": {unused} is left out: " in str(note.message) for note in notes)
+    with pytest.raises(ConfigError, match=unused):
+        unishard.load(file, overrides=[change, f"{unused}=[0.9, 0.8]" if "betas" in unused else f"{unused}=7"])
+    file.write_text(FULL + "training: {gradient_clipping: -1}\n")
+    with pytest.raises(ConfigError, match="gradient_clipping"):
+        unishard.load(file, overrides=[change])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ from unishard.config import Config, Section
 from unishard.config.describe import shown
 from unishard.config.loading.document import Document, from_mapping, section_of, without_own_sections
 from unishard.config.loading.launched import handed_over, note_read
-from unishard.config.loading.open_lines import open_lines, without_unused
 from unishard.config.loading.origins import Origin, Origins
 from unishard.config.loading.other_tools import other_tool
 from unishard.config.loading.overrides import override
 from unishard.config.loading.renamed import current_change, current_names
+from unishard.config.loading.unused_fields import without_unused
 from unishard.config.loading.validation import Finding, dotted, findings_of
 from unishard.config.loading.yaml_file import from_file
 from unishard.errors import ConfigError, Problem
@@ -55,8 +56,8 @@ def merge_overrides(document: Document, overrides: Sequence[str]) -> tuple[Confi
     if message := other_tool(document.data, file):
         raise ConfigError([Problem("", message, file)])
     document.data = current_names(document.data, document.origins)
-    findings, opened = list(document.findings), open_lines(document.data)
-    changes = [current_change(change) for change in _changes(overrides)]
+    findings, changes = list(document.findings), [current_change(change) for change in _changes(overrides)]
+    before = deepcopy(document.data) if changes else None
     for text in changes:
         wrong = list(override(document, text))
         keys = tuple(text.partition("=")[0].strip().split("."))
@@ -68,10 +69,9 @@ def merge_overrides(document: Document, overrides: Sequence[str]) -> tuple[Confi
     except ValidationError as error:
         broken = {finding.path[:depth] for finding in findings for depth in range(1, len(finding.path) + 1)}
         findings += [found for found in findings_of(error, document.data) if found.path not in broken]
-        if opened:
-            changed = {change.partition("=")[0].strip() for change in changes}
-            if config := without_unused(document, findings, changed):
-                return config, document.origins
+        changed = {change.partition("=")[0].strip() for change in changes}
+        if changed and (config := without_unused(document, before, findings, changed)):
+            return config, document.origins
         raise _error(findings, document.origins) from None
     if findings:
         raise _error(findings, document.origins)

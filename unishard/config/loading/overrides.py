@@ -71,6 +71,9 @@ def _write(document: Document, keys: Keys, value: object) -> None:
             return  # an error in the file, which the schema reports
         node[name] = inner
         node = inner
+    if value is None and section_in(kind, str(keys[-1])):
+        node.pop(keys[-1], None)
+        return
     node[keys[-1]] = value
     document.origins.put(keys, OVERRIDE)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from unishard.config import Config, leaves
 from unishard.config.loading import merge_overrides
-from unishard.config.loading.open_lines import leave_out, open_lines
 from unishard.config.loading.placeholders import stand_ins
+from unishard.config.loading.unused_fields import leave_out, open_lines
 from unishard.config.loading.validation import dotted
 from unishard.config.loading.yaml_file import from_text
 from unishard.config.nested import flat

@@ -157,13 +157,17 @@ def _in_section(source: Source, read: Callable[[Source], list[Entry]]) -> list[E
     return [*inner, *interpret(keys, beside, tool="the script", defaults=source.data[name])]
 
 
+_BESIDE = KeyEffect(Fit.IGNORED, "not a TrainingArguments key: only the script reads it", beyond_fields=True)
+
+
 def _beside(value: Any, document: DocumentValues) -> KeyEffect:
     """What a part of the file says that only the script reads; it may choose how the model is sharded."""
     leaves = flat(value) if isinstance(value, Mapping) else ()
     if any(key.rpartition(".")[2] in _CHOICES and _ENGINE.search(str(item)) for key, item in leaves):
         note = "the script chooses here how it shards; add --set backend=... --set sharding.strategy=..."
         return KeyEffect(Fit.NEEDS_INPUT, note, {"sharding.strategy": Undecided("the training script")})
-    return of_script(value, document)._replace(copy_verbatim=False, unknown=False)
+    effect = of_script(value, document)
+    return (_BESIDE if effect.unknown else effect)._replace(copy_verbatim=False)
 
 
 _CHOICES = names("strategy distributed_strategy distributed_type")

@@ -148,7 +148,8 @@ def _accelerator(value: Any, document: DocumentValues) -> KeyEffect:
         return left_out("affects only how Accelerate loads data")
     if document.get(_ACCUMULATED) not in (None, 1):
         return KeyEffect(Fit.UNSUPPORTED, _TWICE)
-    return KeyEffect(fields={f"training.{_ACCUMULATED}": integer(1)(steps)})
+    # Written again beside gradient_accumulation_steps, transformers would refuse it.
+    return KeyEffect(fields={f"training.{_ACCUMULATED}": integer(1)(steps)}, rejected_upstream=True)
 
 
 def _num_steps(accelerator: Any) -> Any:

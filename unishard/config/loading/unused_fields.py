@@ -1,5 +1,7 @@
-"""Open lines of a file, `compute: ${precision.compute}`, and the fields that do not count under the value that an
-override writes there, such as a loss scale beside bf16.
+"""Fields of a file that do not count once an override has decided another one, such as a loss scale beside bf16: they
+are left out, with a note.
+
+Where that other field was open, `compute: ${precision.compute}`, fields that need another value of it are left out too.
 """
 
 from __future__ import annotations
@@ -28,30 +30,47 @@ def open_lines(data: Any) -> frozenset[str]:
     return frozenset(path for path, value in settings if undecided_in(value) == path)
 
 
-def without_unused(document: Document, findings: Iterable[Finding], changed: Collection[str]) -> Config | None:
+def without_unused(
+    document: Document, before: Any, findings: Iterable[Finding], changed: Collection[str]
+) -> Config | None:
     """The config without the fields at fault; None if one of them is wrong in itself, or an override says it.
 
     Args:
         document: With the overrides.
-        findings: What the schema refuses in it.
+        before: The data of the file.
+        findings: What the schema refuses in the document.
         changed: The fields that overrides decide.
     """
-    data, left = deepcopy(document.data), dict[str, Any]()
+    data, left, refused = deepcopy(document.data), dict[str, Any](), _refused(before)
     while faults := {dotted(finding.path) for finding in findings}:
         said = sorted(faults & dict(flat(data)).keys())  # the others have a default that follows from these
-        if not said or not _FIELDS.issuperset(said) or any(is_within(field, changed) for field in said):
+        if not said or not _FIELDS.issuperset(said) or refused & set(said):
+            return None
+        if any(is_within(field, changed) for field in said):
             return None
         left |= {field: leave_out(data, field) for field in said}
         try:
             config, findings = Config.parse(data), ()
         except ValidationError as error:
             findings = findings_of(error, data)
-    reasons = {field: why_unused(config, field) or _unmet(field, value, config) for field, value in left.items()}
+    opened = open_lines(before)
+    reasons = {
+        field: why_unused(config, field) or _unmet(field, value, config, opened) for field, value in left.items()
+    }
     if not all(reasons.values()):
         return None
     for field, why in reasons.items():
         warnings.warn(f"{document.origins.of(field)}: {field} is left out: {why}", UnusedFieldWarning, stacklevel=2)
     return config
+
+
+def _refused(data: Any) -> set[str]:
+    """The fields that the schema refuses."""
+    try:
+        Config.parse(data)
+    except ValidationError as error:
+        return {dotted(finding.path) for finding in findings_of(error, data)}
+    return set()
 
 
 def leave_out(data: Any, field: str) -> Any:
@@ -62,9 +81,9 @@ def leave_out(data: Any, field: str) -> Any:
     return data.pop(name)
 
 
-def _unmet(field: str, value: Any, config: Config) -> str:
-    """The values of other fields, one of which this one lacks; empty for none."""
-    wanted = needs(field, value)
+def _unmet(field: str, value: Any, config: Config, opened: Collection[str]) -> str:
+    """The values of open lines, one of which a field lacks; empty for none."""
+    wanted = {switch: accepted for switch, accepted in needs(field, value).items() if switch in opened}
     if any(value_at(config, switch) in accepted for switch, accepted in wanted.items()):
         return ""
     lacks = " or ".join(f"{switch} {' or '.join(accepted)}" for switch, accepted in wanted.items())
