@@ -8,7 +8,6 @@ from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.formats import catalog, launcher_config
 from unishard.formats.engine_choice import RECIPES
-from unishard.formats.hf.dialects import section_in
 from unishard.formats.precedence import same_value
 from unishard.formats.reading import ReadDocument
 from unishard.formats.supplied import Supplied, trainer
@@ -38,7 +37,7 @@ def _merged(reading: ReadDocument, supplied: Supplied, *, same: bool) -> tuple[l
 
     A command that hands the file to its script counts more.
     """
-    section = section_in(reading.source.data)
+    section = trainer().section_of(reading.source.data)
     data, more = trainer().arguments_in(reading.source.data), supplied.values
     starts = supplied.starts(reading)
     twice = [
@@ -76,7 +75,7 @@ def _stays(key: str, supplied: Supplied) -> Entry:
 
 
 def _clash(key: str, reading: ReadDocument, supplied: Supplied) -> Entry:
-    path = _path(key, section_in(reading.source.data))
+    path = _path(key, trainer().section_of(reading.source.data))
     place, value = str(reading.source.origins.of(path)), supplied.values[key]
     own = shown(trainer().arguments_in(reading.source.data)[key])
     note = f"is {own} in {place or 'the config'}; make them equal, or leave one out"

@@ -78,6 +78,10 @@ class HfFormat(Format):
         shaped = any("scheduler.name" in entry.effect.fields for entry in beside)
         return [_of_any_script(entry, shaped=shaped) for entry in beside]
 
+    def section_of(self, data: Mapping[str, Any]) -> str | None:
+        """The section of a document that holds TrainingArguments; None where they stand at the top."""
+        return section_in(data)
+
     def arguments_in(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """TrainingArguments of a document, which may stand in a section of it."""
         return arguments_in(data)
