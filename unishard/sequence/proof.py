@@ -25,7 +25,7 @@ from unishard.errors import ModelError
 from unishard.sequence.exchange import gather_plain
 from unishard.sequence.forward import SplitForward
 from unishard.sequence.kept_losses import KeptLoss, kept_losses, of_parts_alone
-from unishard.sequence.same_positions import SAME_SHAPES, Compared, Share, cut, dimension
+from unishard.sequence.same_positions import SAME_SHAPES, Compared, PartOfAll, cut, dimension
 from unishard.sequence.unchanged import evaluating, seed, unchanged
 
 _TOKENS, _LEAST = 1024, 32
@@ -85,7 +85,7 @@ def prove(
     """
     split, group = forward.check(args, kwargs), forward.group
     count = min(split.part, max(_LEAST, _TOKENS // (len(split.documents) * group.size)))
-    share = Share(group.rank, group.size, count)
+    share = PartOfAll(group.rank, group.size, count)
     part = _part(forward, _Probe(args, kwargs), split.part, share)
     runs = _Runs(run, (part, *_of_all(forward, part, share)), share, closely=closely)
     with unchanged(model), forward.proof():
@@ -100,7 +100,7 @@ def prove(
 class _Runs:
     """The forwards that are compared."""
 
-    def __init__(self, run: Run, probes: tuple[_Probe, ...], share: Share, *, closely: bool) -> None:
+    def __init__(self, run: Run, probes: tuple[_Probe, ...], share: PartOfAll, *, closely: bool) -> None:
         self._run, self.probes, self.share, self._closely = run, probes, share, closely
         self.whole = probes[1]
 
@@ -138,7 +138,7 @@ class _Runs:
         return self._of([each[: len(each) // 2] if each.dim() else each for each in tensors_in(twice)])
 
 
-def _part(forward: SplitForward, call: _Probe, length: int, share: Share) -> _Probe:
+def _part(forward: SplitForward, call: _Probe, length: int, share: PartOfAll) -> _Probe:
     """Positions of this rank's part, from its first to its last."""
     places = torch.linspace(0, length - 1, share.length).round().long()
 
@@ -158,7 +158,7 @@ def _part(forward: SplitForward, call: _Probe, length: int, share: Share) -> _Pr
     return _Probe(part.args, own)
 
 
-def _labelled(key: str, value: Any, share: Share) -> Any:
+def _labelled(key: str, value: Any, share: PartOfAll) -> Any:
     """Labels of which the first rank has none: a mean over a part, or a shift inside of one, makes another loss."""
     if key not in ("labels", "shift_labels") or not isinstance(value, Tensor) or value.is_floating_point():
         return value
@@ -167,7 +167,7 @@ def _labelled(key: str, value: Any, share: Share) -> Any:
     return value.clamp(min=0) if share.rank else torch.full_like(value, -100)
 
 
-def _of_all(forward: SplitForward, part: _Probe, share: Share) -> tuple[_Probe, _Probe, _Probe]:
+def _of_all(forward: SplitForward, part: _Probe, share: PartOfAll) -> tuple[_Probe, _Probe, _Probe]:
     """The positions of all ranks' parts; with other tokens in those of the others; and each where the next one was.
 
     The other tokens are one that this rank has, of which there are then so many that none is left for another of its
@@ -197,7 +197,7 @@ def _of_all(forward: SplitForward, part: _Probe, share: Share) -> tuple[_Probe, 
 
 
 def _positions_changed(
-    part: _Probe, whole: _Probe, share: Share, change: Callable[[str, Tensor, int], Tensor]
+    part: _Probe, whole: _Probe, share: PartOfAll, change: Callable[[str, Tensor, int], Tensor]
 ) -> _Probe:
     """The arguments over all positions, where those that have positions are changed along them."""
     parts = iter([*tensors_in(part.args), *(each for value in part.kwargs.values() for each in tensors_in(value))])
@@ -209,7 +209,7 @@ def _positions_changed(
     return whole.changed(changed)
 
 
-def _sorted(part: _Probe, whole: _Probe, share: Share) -> tuple[_Probe, _Probe]:
+def _sorted(part: _Probe, whole: _Probe, share: PartOfAll) -> tuple[_Probe, _Probe]:
     """This rank's and all positions, with tokens that differ from part to part."""
 
     def ordered(name: str, tensor: Tensor, dim: int) -> Tensor:

@@ -24,7 +24,7 @@ _OF_ROWS = 2
 """Dimensions of `[rows, positions]`."""
 
 
-class Share(NamedTuple):
+class PartOfAll(NamedTuple):
     """What a rank has of the positions."""
 
     rank: int
@@ -77,7 +77,7 @@ class Compared(NamedTuple):
         )
 
 
-def cut(part: Any, of_all: Iterable[Any], share: Share, *, closely: bool) -> Compared:
+def cut(part: Any, of_all: Iterable[Any], share: PartOfAll, *, closely: bool) -> Compared:
     """Cut what forwards made to this rank's positions.
 
     Args:
@@ -100,14 +100,14 @@ def cut(part: Any, of_all: Iterable[Any], share: Share, *, closely: bool) -> Com
     return Compared(own, whole, other, moved, closely)
 
 
-def dimension(whole: Tensor, part: Tensor, share: Share) -> int | None:
+def dimension(whole: Tensor, part: Tensor, share: PartOfAll) -> int | None:
     """The dimension of the positions."""
     if whole.dim() != part.dim() or not part.numel() or whole.numel() != share.size * part.numel():
         return None
     return next((dim for dim in range(part.dim()) if whole.shape[dim] == share.size * part.shape[dim]), None)
 
 
-def _rows(tensor: Tensor, dim: int | None, share: Share, place: int) -> Tensor:
+def _rows(tensor: Tensor, dim: int | None, share: PartOfAll, place: int) -> Tensor:
     if dim is None:
         return tensor
     if dim:
