@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from unishard.contract.kit.replicated import is_replicated
 from unishard.contract.units import Unit
@@ -50,6 +51,10 @@ class ConditionalModules:
             every = dict.fromkeys(parameter for module in outside for parameter in module.parameters())
             self._gathered = [parameter for parameter in every if not is_replicated(parameter)]
             remove_hooks(engine.optimizer, [inner for module in outside for inner in module.modules()])
+        if self.parameters and kind == "stage-3":
+            optional = set(self.parameters)
+            gathered = [*map(engine.module.get_submodule, units), *(unit.module for unit in self.entered)]
+            _need_gradients(module for module in gathered if optional.issuperset(_trained(module)))
 
     def reduce_last(self) -> None:
         """Reduce their gradients at the end of backward, in the same order on every rank, with zeros for missing
@@ -81,6 +86,29 @@ def entered_modules(model: nn.Module, *names: Sequence[str]) -> list[Unit]:
         and name not in known
         and not _is_inside(name, known)
     ]
+
+
+def _trained(module: nn.Module) -> Iterator[nn.Parameter]:
+    return (parameter for parameter in module.parameters() if parameter.requires_grad)
+
+
+def _need_gradients(modules: Iterable[nn.Module]) -> None:
+    """Let the outputs of modules that a rank may have nothing to train in need a gradient, so that every rank gathers
+    them in backward: by itself, only a rank would that has run something to train before them.
+    """
+    for module in modules:
+        module.register_forward_pre_hook(_need_gradient, prepend=True, with_kwargs=True)
+
+
+def _need_gradient(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    floats = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point()]
+    if not torch.is_grad_enabled() or not floats or any(value.requires_grad for value in floats):
+        return None
+    needs = floats[0].detach().requires_grad_()
+    return (
+        tuple(needs if value is floats[0] else value for value in args),
+        {name: needs if value is floats[0] else value for name, value in kwargs.items()},
+    )
 
 
 def _is_inside(name: str, modules: Sequence[str]) -> bool:

@@ -30,7 +30,8 @@ class PersistentParameters:
         self.gathered: list[nn.Parameter] = replicated if kind == "stage-3" else []
         """Those that would be sharded."""
         if self.gathered:
-            remove_hooks(optimizer, [module for module in model.modules() if _holds_no_other(module)])
+            whole = [module for module in model.modules() if _holds_no_other(module)]
+            remove_hooks(optimizer, [inner for module in whole for inner in module.modules()])
             free_never(self.gathered)
 
     def gather(self) -> None:
