@@ -18,6 +18,7 @@ from unishard.failures.deadlocks import (
     Standstill,
     different_calls,
 )
+from unishard.failures.rank_locations import describe
 
 FORWARD, SAVE = "is in engine.forward (update 13)", "is in engine.save (update 13)"
 
@@ -195,3 +196,14 @@ def test_a_rank_that_is_gone_is_told_with_its_error_or_with_its_last_call() -> N
     assert different_calls(tails, {1: "raised ValueError: no"}).endswith(
         f"rank 0 {FORWARD}; rank 1 raised ValueError: no"
     )
+
+
+def test_ranks_at_one_place_are_told_in_the_plural() -> None:
+    for one, several in (
+        ("is in engine.step, waits in torch.distributed at a.py:3 in f", "are in engine.step, wait in"),
+        ("enters a (Linear) and is in engine.forward", "enter a (Linear) and are in engine.forward"),
+        ("raised ValueError: x is no y and is in engine.step", "raised ValueError: x is no y and are in engine.step"),
+        ("has closed the engine", "have closed the engine"),
+    ):
+        assert describe({0: one, 1: one}, (), "").startswith(f"ranks 0, 1 {several}")
+        assert describe({0: one}, (), "") == f"rank 0 {one}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
 import threading
@@ -29,6 +30,9 @@ _INSTALLED = tuple(
     }
 )
 
+_OF_SEVERAL = {"is": "are", "has": "have", "waits": "wait", "enters": "enter"}
+_VERBS = re.compile(r"^(is|has|waits|enters)\b|(?<=, )waits(?= in torch)|(?<= and )(is(?= in )|has(?= closed ))")
+
 
 def describe(places: Mapping[int, str], silent: Iterable[int], last: str) -> str:
     """A list of ranks by place, then the ranks that gave no answer, with the last place common to all."""
@@ -50,8 +54,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _of_several(place: str) -> str:
-    verb, _, rest = place.partition(" ")
-    return {"is": "are", "has": "have", "waits": "wait"}.get(verb, verb) + " " + rest
+    return _VERBS.sub(lambda verb: _OF_SEVERAL[verb[0]], place)
 
 
 class Location(NamedTuple):
