@@ -138,6 +138,27 @@ class Adapted(nn.Module):
         return x.square().mean()
 
 
+class Sampling(Block):
+    """Keeps a distribution around a view of a weight."""
+
+    def forward(self, x):
+        self.around = [torch.distributions.Normal(self.up.weight[0], 1.0)]
+        return super().forward(x)
+
+
+class Sampled(nn.Module):
+    """Reads it in the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Sampling() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean() - sum(block.around[0].log_prob(torch.ones(8)).mean() for block in self.blocks)
+
+
 class LateLosses(nn.Module):
     """Appends losses to the list of its caller where it is told to."""
 
@@ -188,9 +209,14 @@ WHERE = {
     Peeking: CELLS,
     Adapted: CELLS,
     Mapped: {cell for cell in CELLS if cell[:2] != ("deepspeed", "full_shard")},
+    Sampled: {cell for cell in CELLS if cell[:2] != ("fsdp", "full_shard")},
 }
 """Where they train as in plain torch; elsewhere they are refused."""
-SAID = {Losses: "ModelError: blocks.", Mapped: "ModelError: the forward applies a transform of torch.func"}
+SAID = {
+    Losses: "ModelError: blocks.",
+    Mapped: "ModelError: the forward applies a transform of torch.func",
+    Sampled: "ModelError: blocks.0 (Sampling) keeps a view of a weight",
+}
 UNSHARDED = (Forces, TransformedForces)
 """Those that train everywhere with full weights."""
 

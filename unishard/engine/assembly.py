@@ -19,6 +19,7 @@ from unishard.engine.guards.equal_options import EqualOptions
 from unishard.engine.guards.equal_weights import EqualWeights, computes_alike
 from unishard.engine.guards.foreign_backward import ForeignBackward
 from unishard.engine.guards.forward_gradients import ForwardGradients
+from unishard.engine.guards.freed_views import FreedViews
 from unishard.engine.guards.guard import Guard, Guards
 from unishard.engine.guards.guarded_module import GuardedModule
 from unishard.engine.guards.inference_mode import InferenceInForward
@@ -142,6 +143,7 @@ def _of_shards(adapter: EngineAdapter, plan: RunPlan, order: CallOrder) -> list[
         CopiedContainers(named, order),
         ForwardGradients(inner, order, adapter.gradients_in_forward),
         InferenceInForward(inner),
+        FreedViews(named),
     ]
 
 

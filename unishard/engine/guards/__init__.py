@@ -12,6 +12,7 @@ They are a list (`unishard.engine.assembly.training_guards`); the loop calls the
 | `copied_containers` | a list of the caller that gets no entries | closely | hooks on each module |
 | `forward_gradients` | an error about the storage of a tensor | closely | a hook on each unit |
 | `inference_mode` | an error about a tensor of inference mode, later | closely | hooks on each unit |
+| `freed_views` | a SIGSEGV | closely | a hook on each module |
 | `edited_gradients` | a clipping that one engine sees | always | versions of gradients; closely some elements |
 | `other_parameters` | weights that no update changes, or each rank its own | at updates | a walk over the graph |
 | `reached_parameters` | sums of gradients of different parameters, a hang | always | at updates a walk over the graph |
