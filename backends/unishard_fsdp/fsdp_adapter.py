@@ -103,6 +103,10 @@ class FSDPAdapter(EngineAdapter):
         self.reduces_each_backward = not self._syncs_late
         self._averages_late = averages_late(native)
         self._reshards_late = native.reshard_after_backward == "last_micro_batch"
+        self._reshards_in_backward = self._reshards_late
+        """Else they are resharded by the update."""
+        if self._reshards_late:  # not in a backward that the forward runs
+            root.set_reshard_after_backward(False)
         self._unreduced = UnreducedGradients(
             self._modules(), waits=self._syncs_late, mixed=self._mixed, between_groups=self._averages_late
         )
@@ -132,8 +136,6 @@ class FSDPAdapter(EngineAdapter):
             self._root.set_requires_gradient_sync(last)
         if self._averages_late:
             self._root.set_requires_all_reduce(last)
-        if self._reshards_late:
-            self._root.set_reshard_after_backward(last)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sharded module."""
@@ -154,7 +156,11 @@ class FSDPAdapter(EngineAdapter):
         if self._stale_dtypes:
             self._refresh_trainable()
             self._stale_dtypes = not self._toggled.all_trainable()
-        with self._replicated.backward(last=self._last), self._unreduced.backward(last=self._last):
+        with (
+            self._replicated.backward(last=self._last),
+            self._unreduced.backward(last=self._last),
+            self._unsharded.resharding(self._modules(), needed=self._reshards_in_backward and self._last),
+        ):
             self._forwards.order.backward(loss)
             self._unsharded.reduce_late()
 
@@ -247,7 +253,7 @@ class FSDPAdapter(EngineAdapter):
             try:
                 yield
             finally:
-                self._unsharded.set_reshard_after_backward(self._last or not self._reshards_late)
+                self._unsharded.set_reshard_after_backward(not self._reshards_late)
 
     def reads_shard(self, error: RuntimeError) -> str | None:
         """A shard, which is a DTensor, was used with a full tensor."""
@@ -314,10 +320,13 @@ class FSDPAdapter(EngineAdapter):
     def gradients_in_forward(self) -> None:
         """Refuse them unless all parameters stay gathered: FSDP2 takes them for the backward, and frees parameters.
 
+        A backward through them reads parameters of modules that it has left.
+
         Raises:
             ContractError: Not all parameters stay gathered.
         """
-        if not self._unsharded.holds_all(self._modules()):
+        self._reshards_in_backward = False
+        if not (self._reshards_late or self._unsharded.holds_all(self._modules())):
             raise ContractError(
                 "the forward computes gradients of its own, as by torch.autograd.grad(energy, positions), for which "
                 f"FSDP2 frees parameters with sharding.strategy {self._strategy}; put the forward and the backward "

@@ -81,6 +81,18 @@ class UnshardedModules:
         for owner in self._open:
             owner.set_reshard_after_backward(reshard, recurse=False)
 
+    @contextmanager
+    def resharding(self, modules: Iterable[Any], *, needed: bool) -> Iterator[None]:
+        """A block whose backward reshards modules, if needed, but not those that are to stay gathered."""
+        owners = [module for module in modules if needed and module not in self._open]
+        for owner in owners:
+            owner.set_reshard_after_backward(True, recurse=False)
+        try:
+            yield
+        finally:
+            for owner in owners:
+                owner.set_reshard_after_backward(False, recurse=False)
+
     def reduce_late(self) -> None:
         """Reduce gradients that came after FSDP2 had reduced those of their module. Collective.
 

@@ -198,10 +198,7 @@ def test_a_list_that_is_filled_later_is_found_at_once(backend, strategy):
     assert " (LateAppending) changes a list that it is passed, as aux.append(x)" in said
 
 
-_FREES_NOTHING = {
-    ("fsdp", "no_shard", "fp32"),
-    *(cell for cell in CELLS if cell[0] == "deepspeed" and "full" not in cell[1]),
-}
+_FREES_NOTHING = {cell for cell in CELLS if "full" not in cell[1]}
 WHERE = {
     Losses: {*_FREES_NOTHING, *(cell for cell in CELLS if cell[0] == "fsdp")},
     Forces: _FREES_NOTHING,
