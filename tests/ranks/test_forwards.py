@@ -312,6 +312,14 @@ def test_an_output_that_the_script_keeps_changes_nothing(strategy):
     assert kept_outputs(strategy, keeps=True) == kept_outputs(strategy, keeps=False)
 
 
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
+def test_gradients_in_evaluation_mode_are_explained(backend):
+    """Which compute no graph."""
+    with pytest.raises(RuntimeError) as raised, prepare(config(backend, "full_shard")) as engine, engine.eval():
+        torch.autograd.grad(engine(**own_share(1)[0]).loss, [*engine.module.parameters()])
+    assert raised.value.__notes__[0].startswith("engine(...) computes no graph after engine.eval(); for gradients of")
+
+
 # -- gradients -------------------------------------------------------------------------------------
 
 

@@ -546,7 +546,7 @@ class Engine(OtherNames, Process):
         if self._order.phase is Phase.CLOSED or lifetime.is_forked():
             return
         # From the script, outside the engine's calls.
-        if why is not None and (note := explain_sharded_read(self._adapter, why)):
+        if why is not None and (note := explain_sharded_read(self._adapter, why) or self._evaluation.explain(why)):
             why.add_note(note)
         lifetime.ended_by(why)
         self._order.close(why)

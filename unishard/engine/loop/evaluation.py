@@ -25,6 +25,9 @@ from unishard.errors import ContractError
 from unishard.failures.endings import explain_lost_connections
 from unishard.sequence.split_sequences import SplitSequences
 
+_NO_GRAPH = "does not require grad and does not have a grad_fn"
+"""In torch's error for a gradient of a tensor without a graph (torch 2.13, csrc/autograd/autograd.cpp)."""
+
 
 class Evaluation:
     """Evaluation mode, the same on every engine. Methods implement those of `Engine` with the same names."""
@@ -144,6 +147,15 @@ class Evaluation:
                 return (self._adapter.forward if kind == "forward" else self._adapter.generate)(*args, **kwargs)
         finally:
             self._running = False
+
+    def explain(self, error: BaseException) -> str | None:
+        """What to write where a script asks for gradients of outputs in evaluation mode; None for other errors."""
+        if not self._trains or self._adapter.module.training or _NO_GRAPH not in str(error):
+            return None
+        return (
+            "engine(...) computes no graph after engine.eval(); for gradients of inputs, as by torch.autograd.grad or "
+            "loss.backward(), call engine.train() before it, and put both into a block `with engine.weights.frozen():`"
+        )
 
     def _whole(self, kind: str, call: Call) -> AbstractContextManager[None]:
         """Generation of whole samples on each rank, also where forwards get parts."""
