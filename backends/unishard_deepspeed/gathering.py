@@ -34,4 +34,9 @@ def keep_gathered(engine: Any, parameters: Sequence[nn.Parameter]) -> Iterator[N
     # what was prefetched and not used is in flight, and would be freed by the next forward
     engine.empty_partition_cache()
     with not_freed(parameters), deepspeed.zero.GatheredParameters(list(parameters)):
-        yield
+        try:
+            yield
+        except BaseException:
+            # modules whose forward has failed still hold parameters, for which DeepSpeed would raise another error
+            engine.empty_partition_cache()
+            raise

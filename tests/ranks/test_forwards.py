@@ -257,6 +257,18 @@ def test_a_forward_trains_or_is_refused(kind, cell):
         assert found == pytest.approx(norm, rel=rel)
 
 
+@in_ranks(cells=(("deepspeed",),))
+def test_an_error_in_an_unsharded_block_is_that_of_the_forward(backend):
+    """Not one of the end of the block."""
+    model = Mapped()
+    names = [name for name, _ in model.named_parameters()]
+    with unishard.prepare(model, config(backend, "full_shard")) as engine:
+        with pytest.raises(unishard.ModelError, match="applies a transform"), engine.weights.unsharded(names):
+            engine(torch.ones(2, 8))
+        engine.discard()
+        assert engine.weights.read(names[0]).shape == (8, 8)
+
+
 # -- outputs that the script keeps -----------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ class KeptView(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raise ModelError if memory is read that is not there; compute with a plain tensor otherwise."""
         if getattr(func, "__name__", "") == "__get__":  # an attribute, such as `shape` or `T`
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         with torch._C.DisableTorchFunctionSubclass():
             for view in values_in((args, kwargs)):
                 if isinstance(view, KeptView) and not view.untyped_storage().size():
