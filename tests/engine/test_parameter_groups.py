@@ -73,8 +73,8 @@ def test_everything_may_be_in_sections() -> None:
             "optimizer.groups[1].params: 'Head' matches no parameter",
         ),
         (
-            {"no_decay": ["frozen"]},
-            "optimizer.no_decay: 'frozen' matches only frozen parameters; remove it, or call requires_grad_(True) on "
+            {"groups": [{"params": ["frozen"], "lr": 0.1}]},
+            "optimizer.groups[0].params: 'frozen' matches only frozen parameters; remove it, or call requires_grad_(True) on "
             "them",
         ),
         (
@@ -102,3 +102,12 @@ def test_a_pattern_of_no_decay_without_a_match_is_not_an_error_beside_others() -
     assert [problem.what.partition(";")[0] for problem in without_match(cfg, NAMES)] == [
         "'layernorm' matches no parameter"
     ]
+
+
+def test_what_only_frozen_parameters_match_is_no_error_in_no_decay() -> None:
+    """As in a recipe of the whole model, with LoRA."""
+    cfg = Optimizer.model_validate({"lr": 1.0, "weight_decay": 0.5, "no_decay": ["norm"]})
+    adapters, frozen = ["0.lora_A.weight"], ["0.norm.weight"]
+    assert groups_of(cfg, adapters, frozen) == [NamedGroup(tuple(adapters), 1.0, 0.5)]
+    (note,) = without_match(cfg, adapters, frozen)
+    assert note.what.startswith("'norm' matches only frozen parameters")

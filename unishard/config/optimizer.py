@@ -127,7 +127,8 @@ class Optimizer(Section):
     `adamw_8bit`, 0.1 with `muon`, else 0."""
     no_decay: Annotated[list[Pattern], _NO_DECAY] = Field(default=[])
     """Parameters without weight decay: regular expressions that match anywhere in a parameter's name (`re.search`),
-    such as `[bias, norm]`. One that matches no trainable parameter is a warning, and an error if none does."""
+    such as `[bias, norm]`. One that matches no trainable parameter is a warning, such as `norm` with
+    LoRA, and it is an error if none matches any parameter."""
     groups: Annotated[list[ParameterGroup], OffAt([])] = Field(default=[])
     """Parameters with their own learning rate or weight decay: `[{params: [embed], lr: 1e-4}]`. The schedule multiplies
     the rate of each group."""

@@ -42,8 +42,8 @@ def groups_of(
         matrices: Those that are updated as matrices; see `matrices_of`.
 
     Raises:
-        ConfigError: A pattern of a section, or all of `no_decay`, match no trainable parameter, or a section gets none;
-            lists the candidates.
+        ConfigError: A pattern of a section matches no trainable parameter, all of `no_decay` match no parameter, or a
+            section gets none; lists the candidates.
     """
     claims = {name: _claim(cfg, name) for name in trainable}
     if problems := _problems(cfg, claims, set(frozen)):
@@ -95,8 +95,8 @@ def _matches(patterns: Iterable[str], name: str) -> bool:
 
 
 def without_match(cfg: config.Optimizer, trainable: Iterable[str], frozen: Iterable[str] = ()) -> list[Problem]:
-    """The patterns of `no_decay` that match no trainable parameter: a warning beside others that do, as in a config for
-    several models.
+    """The patterns of `no_decay` that match no trainable parameter: a warning beside others that do, and where
+    any matches a frozen one, as in a config for several models and their adapters.
     """
     return [*_unmatched("optimizer.no_decay", cfg.no_decay, list(trainable), set(frozen))]
 
@@ -108,8 +108,8 @@ def _unmatched(path: str, patterns: Iterable[str], trainable: Iterable[str], fro
 
 
 def _problems(cfg: config.Optimizer, claims: Mapping[str, int], frozen: set[str]) -> list[Problem]:
-    exempt = without_match(cfg, claims, frozen)
-    problems = exempt if len(exempt) == len(cfg.no_decay) else []
+    known = any(_matches(cfg.no_decay, name) for name in (*claims, *frozen))
+    problems = [] if known else without_match(cfg, claims, frozen)
     for index, section in enumerate(cfg.groups):
         problems += _unmatched(f"optimizer.groups[{index}].params", section.params, claims, frozen)
     if not problems:
