@@ -99,7 +99,7 @@ def test_a_state_refers_to_no_tensor_twice(tmp_path: Path) -> None:
 
 
 def test_a_name_that_no_file_can_have_is_one_error() -> None:
-    for given in ("a\0b", "a\ud800", 3):
+    for given in ("a\0b", "a\ud800", "", 3):
         with pytest.raises(ContractError, match=r"save: .* is not a path; pass the path of a directory"):
             path_of(given, "save")  # type: ignore[arg-type]
     assert path_of("a\udc80", "save") == Path("a\udc80")  # a byte that is not UTF-8

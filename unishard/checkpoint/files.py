@@ -37,7 +37,7 @@ def path_of(path: str | Path, call: str) -> Path:
     except (TypeError, ValueError):  # the latter for half of a surrogate pair
         bad = True
     else:
-        bad = "\0" in str(path)
+        bad = not path or "\0" in str(path)
     if bad:
         raise ContractError(f"{call}: {path!r:.200} is not a path; pass the path of a directory")
     try:
