@@ -234,3 +234,11 @@ def test_a_placeholder_that_is_kept_is_no_difference() -> None:
     found = verify(outcome)
     assert found.rows
     assert not found.unreported
+
+
+def test_a_window_that_is_said_to_accelerate_is_the_trainers() -> None:
+    steps = {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 8}}}
+    arguments = {key: value for key, value in ARGUMENTS.items() if key != "gradient_accumulation_steps"} | steps
+    found = verify(translate(arguments, "hf", from_="hf", topology=FOUR))
+    (row,) = (row for row in found.rows if row.field == "training.gradient_accumulation_steps")
+    assert (row.source, row.effective, found.unreported) == (8, 8, [])

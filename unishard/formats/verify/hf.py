@@ -67,13 +67,19 @@ def settings_of(document: Mapping[str, Any], folder: Path | None) -> dict[str, A
         )
 
 
+def _window(built: Any) -> Any:
+    """Micro-batches of an update, which `accelerator_config` may say in place of the argument."""
+    told = built.accelerator_config.gradient_accumulation_kwargs or {}
+    return told.get("num_steps", built.gradient_accumulation_steps)
+
+
 def _settings(built: Any) -> dict[str, Any]:
     named = str(getattr(built.optim, "value", built.optim)).removeprefix("paged_")
     optim = named.partition("_")[0]
     settings: dict[str, Any] = {
         "precision.compute": "bf16" if built.bf16 else "fp16" if built.fp16 else "fp32",
         "training.micro_batch_size": built.per_device_train_batch_size,
-        "training.gradient_accumulation_steps": built.gradient_accumulation_steps,
+        "training.gradient_accumulation_steps": _window(built),
         "training.gradient_clipping": clipping(built.max_grad_norm),
         "training.seed": built.seed,
         "optimizer.name": "adamw_8bit" if optim == "adamw" and named.endswith("8bit") else _NAMES.get(optim, optim),
