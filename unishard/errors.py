@@ -12,6 +12,11 @@
     ├── NonFiniteError        a gradient is infinite or NaN, and ``training.nonfinite`` is ``raise``
     └── EngineMismatchError   the running engine does not have the settings of the config
 
+and two warnings:
+
+    RenamedFieldWarning (FutureWarning)    a config uses the old name of a field
+    UnusedFieldWarning (UserWarning)       an override leaves a field of the file without a use
+
 Each message says what is wrong, where, and what to do. The command line prints only the message, without a traceback.
 """
 
