@@ -35,6 +35,13 @@ WARMED = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_type": "linear"}},
 }
+ANY_SCHEDULE = {
+    "per_device_train_batch_size": 1,
+    "learning_rate": 1e-4,
+    "bf16": True,
+    "lr_scheduler_type": "${schedule}",
+    "fsdp": "full_shard",
+}
 DTYPES = ("bf16", "fp16", "fp32")
 CHOICES = {"precision.compute": DTYPES, "scheduler.warmup_steps": (0, 10)}
 
@@ -119,3 +126,17 @@ def test_every_file_takes_every_dtype(from_: str, tmp_path: Path) -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UnusedFieldWarning)
                 chosen(path, open_, **{"precision.compute": value})
+
+
+def test_an_open_schedule_asks_for_its_end_too_and_takes_every_name(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    opened(ANY_SCHEDULE, "hf", path)
+    given = {"scheduler.total_steps=100", "scheduler.min_lr_ratio=0.1"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("linear", "cosine"):
+            assert load(path, overrides=[f"scheduler.name={name}", *given]).scheduler.total_steps == 100
+        for name in ("constant", "inverse_sqrt"):
+            assert load(path, overrides=[f"scheduler.name={name}"]).scheduler.total_steps is None
+    with pytest.raises(ConfigError, match=r"scheduler\.total_steps: needs a value"):
+        load(path, overrides=["scheduler.name=linear", "scheduler.min_lr_ratio=0.1"])

@@ -21,6 +21,7 @@ _GATHERED: Needs = {"sharding.strategy": ("full_shard", "hybrid_shard")}
 _SHARDED: Needs = {
     "sharding.strategy": ("full_shard", "shard_grad_op", "shard_optimizer", "hybrid_shard", "hybrid_shard_grad_op")
 }
+_ENDING: Needs = {"scheduler.name": ("linear", "cosine")}
 _OFFLOADED: Needs = {"offload.optimizer": ("cpu", "nvme"), "offload.params": ("cpu", "nvme")}
 _BY_FIELD: Mapping[str, Needs] = {
     "precision.loss_scale": _FP16,
@@ -33,6 +34,8 @@ _BY_FIELD: Mapping[str, Needs] = {
     "sharding.min_unit_params": _SHARDED,
     "quantization.double_quantization": {"quantization.type": ("nf4", "fp4")},
     "quantization.skip_modules": {"quantization.type": ("nf4", "fp4", "int8")},
+    "scheduler.total_steps": _ENDING,
+    "scheduler.min_lr_ratio": _ENDING,
     "offload.pin_memory": _OFFLOADED,
     "offload.nvme_path": {"offload.params": ("nvme",), "offload.optimizer": ("nvme",)},
 }
@@ -66,7 +69,7 @@ def stand_ins(values: Mapping[str, Any], undecided: Collection[str]) -> dict[str
         undecided: The others, which the user must decide.
     """
     stand_in_values = {field: value for field, value in STAND_INS.items() if field in undecided}
-    for field, value in values.items():
+    for field, value in (stand_in_values | dict(values)).items():
         wanted = needs(field, value)
         if any(values.get(switch) in accepted for switch, accepted in wanted.items()):
             continue

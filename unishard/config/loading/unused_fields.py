@@ -41,7 +41,7 @@ def without_unused(
         findings: What the schema refuses in the document.
         changed: The fields that overrides decide.
     """
-    data, left, refused = deepcopy(document.data), dict[str, Any](), _refused(before)
+    data, left, refused = deepcopy(document.data), dict[str, Any](), _refused(before) - open_lines(before)
     while faults := {dotted(finding.path) for finding in findings}:
         said = sorted(faults & dict(flat(data)).keys())  # the others have a default that follows from these
         if not said or not _FIELDS.issuperset(said) or refused & set(said):
@@ -59,8 +59,10 @@ def without_unused(
     }
     if not all(reasons.values()):
         return None
-    for field, why in reasons.items():
-        warnings.warn(f"{document.origins.of(field)}: {field} is left out: {why}", UnusedFieldWarning, stacklevel=2)
+    for field in (said for said in reasons if said not in opened):
+        warnings.warn(
+            f"{document.origins.of(field)}: {field} is left out: {reasons[field]}", UnusedFieldWarning, stacklevel=2
+        )
     return config
 
 

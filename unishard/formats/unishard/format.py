@@ -32,6 +32,8 @@ from unishard.formats.source import Source
 from unishard.version import __version__
 
 _LEAVES = [path for path, _ in leaves(Config)]
+_ASKED_WITH = {"scheduler.total_steps": "scheduler.name"}
+"""Fields without which the schema refuses some values of another one: open where that one is."""
 
 
 class UnishardFormat(Format):
@@ -235,9 +237,10 @@ def _document(reading: ReadDocument) -> Native:
     """
     assumed = {field for entry in reading.entries if entry.assumed for field in entry.effect.fields}
     values = {path: value_at(reading.config, path) for path, _ in leaves(Config)}
+    asked = {path for path, switch in _ASKED_WITH.items() if switch in reading.undecided} - reading.decided
     document: Native = {"backend": reading.config.backend}
     for path, value in values.items():
-        if path in reading.undecided:
+        if path in reading.undecided or path in asked:
             document = merge(document, nested({path: placeholder(path)}))
         elif path in reading.decided and not (path in assumed and value == default_of(path, values)):
             document = merge(document, nested({path: plain(value)}))
