@@ -161,6 +161,13 @@ def test_what_was_computed_is_not_computed_again(project: Path) -> None:
     assert again.stdout == first.stdout
 
 
+def test_a_missing_model_is_an_error_with_an_example(project: Path) -> None:
+    result = run("plan", "cfg.yaml")
+    assert result.exit_code == 1
+    assert "--model: is missing" in result.stderr
+    assert "`unishard plan cfg.yaml --model ./llama --world-size 8 --device h100-80g`" in result.stderr
+
+
 def test_without_a_device_or_activations(project: Path) -> None:
     result = run("plan", "cfg.yaml", "--model", "factories:bare", "--no-activations")
     assert result.exit_code == 0, result.output

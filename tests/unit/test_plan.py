@@ -13,7 +13,7 @@ from unishard.contract.model_shape import ModelShape, ParameterShape
 from unishard.errors import ConfigError
 from unishard.tools.plan.activations import Activations, Segment
 from unishard.tools.plan.candidates import STRATEGIES, candidates_of, wire_of, with_strategy
-from unishard.tools.plan.devices import DEVICES, device_named, parse_bytes
+from unishard.tools.plan.devices import DEVICES, device_named, parse_bytes, with_unit
 from unishard.tools.plan.questions import (
     gpus_needed,
     largest,
@@ -184,7 +184,8 @@ def test_the_recommendation_is_the_cheapest_that_fits() -> None:
         ("none", candidates_of(config(), shape, topology, large)),
         ("full", candidates_of(config(), shape, topology, small)),
     ]
-    found = recommend(levels, topology, H100)
+    asked = next(each for each in levels[0][1] if each.strategy == "full_shard")
+    found = recommend(levels, topology, H100, asked)
     assert found.candidate is not None
     assert "activation_checkpointing=full" in found.changes
     times = {
@@ -193,15 +194,37 @@ def test_the_recommendation_is_the_cheapest_that_fits() -> None:
         if each.footprint and each.fits(H100.memory)
     }
     assert times[found.candidate.backend, found.candidate.strategy] == min(times.values())
-    nothing = recommend(levels, topology, H100._replace(memory=GIB))
+    nothing = recommend(levels, topology, H100._replace(memory=GIB), asked)
     assert nothing.changes == ()
     assert "comes nearest" in nothing.reason
+
+
+def test_what_more_memory_gains_is_said() -> None:
+    shape, topology = llama(8, 4096, 11008, 4096, 32000), Topology(8, 8)
+    found = candidates_of(config(), shape, topology)
+    rows = {(each.backend, each.strategy): each for each in found}
+    asked = rows["fsdp", "full_shard"]
+    more = recommend([("none", found)], topology, H100, asked, traced=False)
+    best = more.candidate
+    assert best is not None
+    for each in (best, asked):
+        assert each.peak is not None
+        assert each.footprint is not None
+    assert best.peak.nbytes > asked.peak.nbytes
+    gained = wire_of(asked.footprint, topology, H100).seconds - wire_of(best.footprint, topology, H100).seconds
+    assert gained > 0
+    extra = with_unit(best.peak.nbytes - asked.peak.nbytes)
+    assert f"{extra} more than full_shard on fsdp, for {gained:.2g} s less on the wire" in more.reason
+    assert "without activations, so by an unknown margin" in more.reason
+    same = recommend([("none", found)], topology, H100, best)
+    assert " more than " not in same.reason
+    assert "margin" not in same.reason
 
 
 def test_blocks_that_are_alike_are_compiled_on_a_gpu_if_nothing_is_yet() -> None:
     shape, topology = llama(8, 4096, 11008, 4096, 32000), Topology(8, 8)
     levels = [("none", candidates_of(config(), shape, topology, activations(shape, each=2**20)))]
-    found = recommend(levels, topology, H100)
+    found = recommend(levels, topology, H100, levels[0][1][0])
     compiled = with_compilation(found, config(), shape, H100)
     assert compiled.changes == (*found.changes, "compile=per_block")
     assert "compiles one of 8 blocks that are alike" in compiled.reason

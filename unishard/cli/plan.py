@@ -10,15 +10,15 @@ import typer
 from unishard.cli import arguments, foreign_file
 from unishard.cli.wrapping import echo, emit
 from unishard.config.topology import Topology
-from unishard.errors import ConfigError
+from unishard.errors import ConfigError, Problem
 
 
 def plan(
     config: arguments.ConfigFile,
     model: Annotated[
-        str,
-        typer.Option("--model", metavar="MODEL", help="A local folder with config.json, or module:factory."),
-    ],
+        str | None,
+        typer.Option("--model", metavar="MODEL", help="Required: a local folder with config.json, or module:factory."),
+    ] = None,
     world_size: arguments.Ranks = None,
     gpus_per_node: arguments.RanksPerNode = None,
     device: arguments.DeviceName = None,
@@ -41,6 +41,10 @@ def plan(
     from unishard.tools.plan.model import PlannedModel
     from unishard.tools.plan.planning import make_plan
 
+    if model is None:
+        example = f"unishard plan {config} --model ./llama --world-size 8 --device h100-80g"
+        needed = f"is missing; name a local folder with config.json, or module:factory, as in `{example}`"
+        raise ConfigError([Problem("--model", needed)])
     target = arguments.device_of(device, memory)
     with foreign_file.own_file(config):
         cfg, origins = read(config, set_ or ())

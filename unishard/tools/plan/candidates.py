@@ -1,8 +1,4 @@
-"""The core of the plan: what each engine and strategy needs. Pure; imports no torch.
-
-candidates_of(cfg, shape, topology, activations)   one `Candidate` for each engine and strategy, in a fixed order
-recommend(candidates, memory)                      the cheapest one that fits
-"""
+"""The core of the plan: what each engine and strategy needs. Pure; imports no torch."""
 
 from __future__ import annotations
 

@@ -197,7 +197,8 @@ def make_plan(
         else len(questions.RECOMPUTATIONS)
     )
     levels += [(word, planned(word)) for word in questions.RECOMPUTATIONS[cheaper:] if word in traced]
-    recommendation = questions.with_compilation(questions.recommend(levels, topology, device), cfg, shape, device)
+    found = questions.recommend(levels, topology, device, plan.own, traced=bool(traced))
+    recommendation = questions.with_compilation(found, cfg, shape, device)
     answered = (
         _answers(plan, model, recomputation, device) if answers and traced and plan.own.footprint is not None else None
     )

@@ -173,7 +173,12 @@ def gpus_needed(
 
 
 def recommend(
-    by_recomputation: Sequence[tuple[str, Sequence[Candidate]]], topology: Topology, device: Device
+    by_recomputation: Sequence[tuple[str, Sequence[Candidate]]],
+    topology: Topology,
+    device: Device,
+    asked: Candidate,
+    *,
+    traced: bool = True,
 ) -> Recommendation:
     """The cheapest candidate that fits: first the least recomputation, then the least time on the wire, then the
     config's own engine.
@@ -182,6 +187,8 @@ def recommend(
         by_recomputation: Words of `activation_checkpointing` with the candidates under candidate, the cheapest first.
         topology: The ranks.
         device: Memory and bandwidths.
+        asked: What the config names.
+        traced: Whether activations are known.
     """
     memory = device.memory
     planned = [
@@ -197,7 +204,14 @@ def recommend(
             fitting = [candidate for candidate in candidates if candidate.fits(memory, surely=surely)]
             if fitting:
                 best = min(fitting, key=price)
-                return Recommendation(_changes(best, word), _reason(best, candidates, memory, price), best)
+                reasons = [_reason(best, candidates, memory, price, traced=traced)]
+                if asked.fits(memory, surely=surely) and _peak(best) > _peak(asked):
+                    faster = price(asked)[0] - price(best)[0]
+                    reasons.append(
+                        f"{with_unit(_peak(best) - _peak(asked))} more than {asked.strategy} on {asked.backend}, for "
+                        f"{faster:.2g} s less on the wire in each update"
+                    )
+                return Recommendation(_changes(best, word), "; ".join(reasons), best)
     nearest = min((candidate for _, candidates in planned for candidate in candidates), key=_peak, default=None)
     if nearest is None:
         return Recommendation((), "no engine can run this config", None)
@@ -242,11 +256,17 @@ def _changes(best: Candidate, word: str) -> tuple[str, ...]:
 
 
 def _reason(
-    best: Candidate, candidates: Sequence[Candidate], memory: int, price: Callable[[Candidate], tuple[float, int]]
+    best: Candidate,
+    candidates: Sequence[Candidate],
+    memory: int,
+    price: Callable[[Candidate], tuple[float, int]],
+    *,
+    traced: bool,
 ) -> str:
     where = best.peak.where if best.peak else ""
+    peak = "its peak" if traced else "without activations, so by an unknown margin, its peak"
     reason = (
-        f"{best.strategy} on {best.backend} sends the least of those that fit: its peak is {with_unit(_peak(best))} of "
+        f"{best.strategy} on {best.backend} sends the least of those that fit: {peak} is {with_unit(_peak(best))} of "
         f"{with_unit(memory)}, in the {where}"
     )
     cheaper = [
