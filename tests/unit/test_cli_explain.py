@@ -49,12 +49,22 @@ def test_explain_on_a_narrow_terminal_is_one_block_for_each_field(
 
 
 def test_explain_on_a_wide_terminal_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "│ sharding.strategy " in explained(monkeypatch, 140)
+    assert "│ sharding.strategy " in explained(monkeypatch, 200)
 
 
-def test_one_backend_alone_is_one_column() -> None:
-    header, *_ = run("explain", TINY, "deepspeed").stdout.splitlines()
-    assert header.split() == ["field", "value", "from", "deepspeed"]
+def test_in_a_pipe_it_is_a_table_only_where_every_line_is_short(config: Path) -> None:
+    config.write_text("training: {seed: 1}\n")
+    header, row = run("explain", "c.yaml", "--changed").stdout.splitlines()
+    assert header.split() == ["field", "value", "from", "deepspeed", "fsdp"]
+    assert row.split()[:3] == ["training.seed", "1", "c.yaml:1"]
+    whole = run("explain", "c.yaml").stdout.splitlines()
+    assert "training.seed = 1  (c.yaml:1)" in whole
+    assert max(map(len, whole)) <= 120
+
+
+def test_one_backend_alone_is_one_line() -> None:
+    shown = run("explain", TINY, "deepspeed").stdout
+    assert set(re.findall(r"^  (\w+)", shown, re.MULTILINE)) == {"deepspeed"}
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
@@ -195,8 +205,8 @@ def test_changed_is_what_the_file_and_the_overrides_set(config: Path) -> None:
     config.write_text(
         "sharding: zero2\noffload: {optimizer: cpu}\ntraining: {seed: 42}\nnative: {deepspeed: {steps_per_print: 10}}\n"
     )
-    lines = run("explain", "c.yaml", "--changed", "--set", "compile=none").stdout.split("\n\n")[0].splitlines()[1:]
-    assert [(line.split()[0], line.split()[2]) for line in lines if not line.startswith("native ")] == [
+    shown = run("explain", "c.yaml", "--changed", "--set", "compile=none").stdout
+    assert [each for each in re.findall(r"^(\S+) = .*  \((.*)\)$", shown, re.MULTILINE) if each[0] != "native"] == [
         ("sharding.strategy", "c.yaml:1"),
         ("offload.optimizer", "c.yaml:2"),
         ("training.seed", "c.yaml:3"),
@@ -223,7 +233,7 @@ def test_what_is_off_does_not_read_as_if_it_were_on(config: Path, backend: str) 
         "false}\n"
     )
     shown = run("explain", "c.yaml", backend).stdout
-    lines = {line.split()[0]: re.split(r"  +", line)[-1] for line in reversed(shown.splitlines()) if line}
+    lines = dict(re.findall(r"^(\S+) = .*\n  \w+ +(.*)$", shown, re.MULTILINE))
     for path in (
         "activation_checkpointing",
         "compile.mode",
@@ -238,5 +248,6 @@ def test_what_is_off_does_not_read_as_if_it_were_on(config: Path, backend: str) 
     assert lines["sharding.group_size"] == "unused: the strategy has no groups"
     assert lines["communication.desync_timeout"] == "unused: desync_check is off"
     assert lines["training.global_batch_size"] not in ("off", "unused")
-    assert "prefetch" not in shown.partition("\n\n")[2], "nothing is said of how a setting differs that is not there"
+    notes = [line for line in shown.splitlines() if line.startswith("    ")]
+    assert not any("prefetch" in line for line in notes), "nothing is said of a setting that is not there"
     assert "group_size" in run("explain", "c.yaml", backend, "--set", "sharding=hybrid_shard").stdout

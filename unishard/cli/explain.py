@@ -12,7 +12,7 @@ import typer
 from unishard.cli import completion
 from unishard.cli.arguments import ConfigFile, Overrides, Ranks, RanksPerNode, note_ranks, run_ranks
 from unishard.cli.foreign_file import own_file
-from unishard.cli.tables import is_narrow, show, show_blocks
+from unishard.cli.tables import fitting, is_narrow, show, show_blocks
 from unishard.cli.wrapping import echo, emit
 from unishard.config.describe import bare
 from unishard.errors import ConfigError
@@ -110,12 +110,17 @@ def _show(cfg: Config, origins: Origins, backend: str | None, topology: Topology
         if not rows:
             echo("nothing is set; every field has its default")
             return
-    if is_narrow(len(_COLUMNS) + len(names), sys.stdout):
+    cells = [
+        (row.path, bare(row.value), row.origin, *(_becomes(row.images.get(name)) for name in names)) for row in rows
+    ]
+    columns = (*_COLUMNS, *names)
+    if is_narrow(len(columns), sys.stdout) or fitting([columns, *cells], sys.stdout) is None:
         show_blocks(
             ((f"{row.path} = {bare(row.value)}  ({row.origin})", list(_lines(row, names))) for row in rows), sys.stdout
         )
     else:
-        _show_tables(rows, names)
+        show(columns, cells, sys.stdout)
+        _show_notes(rows, names)
 
 
 def _show_updates(cfg: Config, model: str) -> None:
@@ -137,11 +142,7 @@ def _show_updates(cfg: Config, model: str) -> None:
     show(("parameters", "shape", "number", "updated by", "lr", "weight decay"), cells, sys.stdout)
 
 
-def _show_tables(rows: Sequence[ExplainedField], names: Sequence[str]) -> None:
-    cells = [
-        (row.path, bare(row.value), row.origin, *(_becomes(row.images.get(name)) for name in names)) for row in rows
-    ]
-    show((*_COLUMNS, *names), cells, sys.stdout)
+def _show_notes(rows: Sequence[ExplainedField], names: Sequence[str]) -> None:
     notes = [
         (name, row.path, image.fit, image.note)
         for name in names

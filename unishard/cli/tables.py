@@ -28,8 +28,8 @@ FIT_STYLES = {
 """Style of a cell or line, by its first word up to a colon."""
 _WIDEST_COLUMN = 25
 """Average width of a readable table column, in characters."""
-_WIDEST = 400
-"""Longer cells do not make their column wider, so that one long name does not fill every row with spaces."""
+_PLAIN = 120
+"""Columns of a table in a file or a pipe."""
 
 Block = tuple[str, Sequence[tuple[str, str]]]
 """A heading and labeled lines below it."""
@@ -42,14 +42,19 @@ def is_narrow(columns: int, file: TextIO) -> bool:
 
 def fitting(rows: Sequence[Sequence[str]], file: TextIO) -> list[int] | None:
     """The width of each column of a table, so that it fits a terminal and every word fits its column; None if none do.
+    In a file or a pipe every cell is one line.
 
     Args:
         rows: The cells, the heading included.
-        file: The terminal.
+        file: The stream.
     """
+    columns = list(zip(*rows, strict=True))
+    if not file.isatty():
+        plain = [max(map(len, column)) for column in columns]
+        return plain if sum(plain) + 2 * (len(plain) - 1) <= _PLAIN else None
+
     from rich.cells import cell_len
 
-    columns = list(zip(*rows, strict=True))
     longest = [max((cell_len(word) for cell in column for word in cell.split()), default=1) for column in columns]
     whole = [max((cell_len(line) for cell in column for line in cell.splitlines()), default=1) for column in columns]
     room = width_of(file) - 3 * len(columns) - 1  # each column has a border and two spaces
@@ -66,28 +71,27 @@ def fitting(rows: Sequence[Sequence[str]], file: TextIO) -> list[int] | None:
 
 
 def show(columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO) -> None:
-    """Write a table to a stream; to a terminal on which a word would not fit its column, a block for each row."""
+    """Write a table to a stream; a block for each row where it would not fit."""
     rows = [[printable(cell) for cell in row] for row in rows]
-    if file.isatty():
-        widths = fitting([columns, *rows], file)
-        if widths is None:
-            show_blocks(
-                ((row[0], [pair for pair in zip(columns[1:], row[1:], strict=True) if pair[1]]) for row in rows), file
-            )
-        else:
-            _draw(columns, rows, widths, file)
-        return
-    whole = [min(_WIDEST, max(len(row[at]) for row in (columns, *rows))) for at in range(len(columns))]
-    for row in (columns, *rows):
-        file.write("  ".join(cell.ljust(width) for cell, width in zip(row, whole, strict=True)).rstrip() + "\n")
+    widths = fitting([columns, *rows], file)
+    if widths is None:
+        show_blocks(
+            ((row[0], [pair for pair in zip(columns[1:], row[1:], strict=True) if pair[1]]) for row in rows), file
+        )
+    elif file.isatty():
+        _draw(columns, rows, widths, file)
+    else:
+        for row in (columns, *rows):
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            file.write("  ".join(cells).rstrip() + "\n")
 
 
 def show_blocks(blocks: Iterable[Block], file: TextIO) -> None:
-    """Write blocks to a terminal, wrapped between words."""
+    """Write blocks to a stream, wrapped between words."""
     from rich.console import Console
     from rich.text import Text
 
-    width = width_of(file)
+    width = width_of(file) if file.isatty() else _PLAIN
     console = Console(file=file, width=width)
     for heading, lines in blocks:
         console.print(Text(wrapped(printable(heading), width, hanging="  "), style="bold"), soft_wrap=True)
