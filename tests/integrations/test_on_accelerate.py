@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 
@@ -194,8 +194,19 @@ AUTO = {
     "gradient_accumulation_steps": "auto",
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
+    "bf16": {"enabled": "auto"},
 }
 """As a config of DeepSpeed comes with a model."""
+
+
+@contextmanager
+def launched_with(folder, name):
+    """As `accelerate launch` does with a file of DeepSpeed."""
+    file = str(Path(folder, f"{name}.json"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", file)
+        patch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        yield
 
 
 def configured(backend, folder):
@@ -222,18 +233,16 @@ def configured(backend, folder):
     steps = {"backend": backend, "training": {"gradient_accumulation_steps": 3}}
     problems.append(refused(made, steps, gradient_accumulation_steps=2))
     problems.append(refused(made, own, dynamo_backend="inductor"))
-    ds = Path(folder, "ds.json")
-    ds.write_text(json.dumps(AUTO))
-    left_open = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(ds), "ACCELERATE_USE_DEEPSPEED": "true"}
-    os.environ.update(left_open)
-    acc = made(None, gradient_accumulation_steps=2)
+    with launched_with(folder, "open"):
+        acc = made(None, gradient_accumulation_steps=2, mixed_precision="bf16")
     acc.prepare(torch.utils.data.DataLoader([0] * 12, batch_size=3))
-    found.append((acc.config.training.micro_batch_size, acc.config.training.gradient_accumulation_steps))
-    ds.write_text(json.dumps(AUTO | {"gradient_clipping": "automatic"}))
-    os.environ.update(left_open)
-    problems.append(refused(made, None))
-    for name in left_open:
-        os.environ.pop(name, None)
+    training = acc.config.training
+    found.append((training.micro_batch_size, training.gradient_accumulation_steps, acc.config.precision.compute))
+    with launched_with(folder, "open"):
+        found.append(made(None).config.precision.compute)
+    for name in ("off", "unclear"):
+        with launched_with(folder, name):
+            problems.append(refused(made, None, mixed_precision="bf16"))
     for hook in ("no", "fp16"):
         with heard() as lines:
             made(own, kwargs_handlers=[accelerate.DistributedDataParallelKwargs(comm_hook=hook)])
@@ -308,16 +317,20 @@ def test_a_config_comes_from_many_places(backend, tmp_path):
     }[backend]
     Path(tmp_path, "own.yaml").write_text(f"backend: {backend}\nsharding: shard_grad_op\nprecision: bf16\n")
     Path(tmp_path, "other.yaml").write_text(f"distributed_type: {KINDS[backend]}\nmixed_precision: bf16\n{engine}\n")
+    for name, more in (("open", {}), ("off", {"bf16": {"enabled": False}}), ("unclear", {"gradient_clipping": "yes"})):
+        Path(tmp_path, f"{name}.json").write_text(json.dumps(AUTO | more))
     (found, problems, steps), other = values(
         play(((configured, (backend, str(tmp_path))),))[configured, (backend, str(tmp_path))]
     )
     assert (found, problems, steps) == other
-    assert found.pop() == (3, 2)
+    assert found.pop() == "fp32"
+    assert found.pop() == (3, 2, "bf16")
     full = (backend, "full_shard", "bf16")
     assert found[::2] == [(backend, "shard_grad_op", "bf16"), full, (backend, "shard_grad_op", "bf16"), full, full]
     assert found[1::2] == [("bf16", "MULTI_CPU")] * 5
-    none, precision, plugin, launched, accumulation, compiled, unclear, harmless, handler = problems
-    assert "ds.json" in unclear
+    none, precision, plugin, launched, accumulation, compiled, off, unclear, harmless, handler = problems
+    assert "precision.compute: is fp32, but the framework's arguments say bf16" in off
+    assert "unclear.json" in unclear
     assert "gradient_clipping" in unclear
     assert f"set {FILE}=train.yaml" in none
     assert "precision.compute: is bf16, but the framework's arguments say fp16" in precision

@@ -69,7 +69,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             "training.gradient_accumulation_steps": kwargs.get("gradient_accumulation_steps"),
             **shared_samples(kwargs.pop("parallelism_config", None), "parallelism_config"),
         }
-        config = agreed(config_of(cfg), arguments)
+        config = agreed(config_of(cfg, precision), arguments)
         if "gradient_accumulation_plugin" not in kwargs:
             kwargs["gradient_accumulation_steps"] = config.training.gradient_accumulation_steps
         compute = config.precision.compute

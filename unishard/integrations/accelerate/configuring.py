@@ -20,10 +20,14 @@ from unishard.config.loading.launched import CONFIG
 from unishard.config.nested import Native, flat, nested
 from unishard.config.topology import Topology
 from unishard.contract.entries import Unreadable
+from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
+from unishard.formats.accelerate.deepspeed import NO_FILE, opened
+from unishard.formats.accelerate.entries import block_of, precision_of
 from unishard.formats.accelerate.sequence import BLOCK
 from unishard.formats.hf.sequence import sharing_of
+from unishard.formats.source import Source, open_source
 
 __all__ = ["FILE", "agreed", "config_of", "shared_samples", "translated", "unsharded_in_one_process", "with_batch_size"]
 
@@ -46,12 +50,18 @@ _FSDP = {"FSDP_TRANSFORMER_CLS_TO_WRAP": "fsdp_transformer_layer_cls_to_wrap"}
 _LOOPS = ("training.micro_batch_size", "training.gradient_accumulation_steps")
 """What the loader and the Accelerator say where a file leaves it open."""
 _GROUPS = "ACCELERATE_USE_PARALLELISM_CONFIG"
+_SECTIONS = ("bf16", "fp16")
+"""Of DeepSpeed's file."""
 _SCRIPTS = ("optimizer", "scheduler", "launch")
 """What the script around an Accelerator brings, and what has started it."""
 
 
-def config_of(source: Config | str | Path | Mapping[str, Any] | None) -> Config:
+def config_of(source: Config | str | Path | Mapping[str, Any] | None, precision: str | None = None) -> Config:
     """The config that an Accelerator was given, or that the environment names or says.
+
+    Args:
+        source: What it was given.
+        precision: The argument `mixed_precision`, which fills what a document of Accelerate leaves open.
 
     Raises:
         ConfigError: There is none, there are two, or it cannot be used.
@@ -70,22 +80,39 @@ def config_of(source: Config | str | Path | Mapping[str, Any] | None) -> Config:
     if source is not None and launched:
         problem = "is set beside a config of unishard; start the script without FSDP and DeepSpeed, as with torchrun"
         raise ConfigError([Problem(launched[0], problem)])
-    cfg = translated(_of_launch(launched[0])) if source is None else _of_source(source)
+    cfg = translated(_of_launch(launched[0], precision)) if source is None else _of_source(source, precision)
     for name in launched:  # otherwise Accelerate would build that engine itself
         del os.environ[name]
     return cfg
 
 
-def _of_source(source: Config | str | Path | Mapping[str, Any]) -> Config:
+def _of_source(source: Config | str | Path | Mapping[str, Any], precision: str | None) -> Config:
     if isinstance(source, Config):
         return source
-    if formats.read(source).format == "unishard":
+    reading = formats.read(source)
+    if reading.format == "unishard":
         return load(source)
-    return translated(source)
+    return translated(_filled(reading.source, precision) if reading.format == "accelerate" else source)
+
+
+def _filled(source: Source, precision: str | None) -> Source:
+    """A document as Accelerate completes it by its argument (utils/dataclasses.py, set_mixed_precision)."""
+    data, block = source.data, block_of(source.data, "deepspeed_config")
+    name = block.get("deepspeed_config_file")
+    if precision not in _SECTIONS:
+        return source
+    if name in NO_FILE:  # the launcher says `no` where it was told nothing
+        return source._replace(data={**data, "mixed_precision": precision}) if precision_of(data) == "no" else source
+    document = opened(name, source.folder) or {}
+    section, decided = block_of(document, precision), [block_of(document, word).get("enabled") for word in _SECTIONS]
+    if not document or True in decided or (precision in document and section.get("enabled") != AUTO):
+        return source
+    whole = {**document, precision: {**section, "enabled": True}}
+    return source._replace(data={**data, "deepspeed_config": {**block, "deepspeed_config_file": whole}})
 
 
 def translated(
-    source: str | Path | Mapping[str, Any], from_: str | None = None, sections: Collection[str] = ()
+    source: str | Path | Mapping[str, Any] | Source, from_: str | None = None, sections: Collection[str] = ()
 ) -> Config:
     """A config from a document of another tool, without what the script around it brings.
 
@@ -98,8 +125,7 @@ def translated(
         ConfigError: One of its keys is not supported; says which.
     """
     outcome = formats.translate(source, "unishard", from_=from_)
-    named = source.get("deepspeed_config", {}) if isinstance(source, Mapping) else {}
-    name = named.get("deepspeed_config_file", "") or outcome.reading.source.name
+    name = outcome.reading.source.name
     kept = {part for part in outcome.document if (part in sections if sections else part not in _SCRIPTS)}
     settings = {field: value for field, value in flat(outcome.document) if field.partition(".")[0] in kept}
     open_ = {field: unknown for field, unknown in outcome.reading.undecided.items() if field in settings}
@@ -117,16 +143,22 @@ def translated(
     return load(nested({field: value for field, value in settings.items() if field not in open_}))
 
 
-def _of_launch(engine: str) -> Native:
+def _of_launch(engine: str, precision: str | None) -> Source:
     """The config file of `accelerate launch`, from the variables that it sets."""
     kind, environment = _ENGINES[engine], os.environ
-    precision = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    document = {"distributed_type": kind, "mixed_precision": precision, **_groups_of_launch()}
+    precision = precision or environment.get("ACCELERATE_MIXED_PRECISION")
+    document: Native = {"distributed_type": kind, **_groups_of_launch()}
     if kind == "DEEPSPEED":
         settings = {key: environment[name] for name, key in _DEEPSPEED.items() if name in environment}
-        return {**document, "deepspeed_config": {key: _value(text) for key, text in settings.items() if text != "none"}}
-    named = {_FSDP.get(name, name.lower()): text for name, text in environment.items() if name.startswith("FSDP_")}
-    return {**document, "fsdp_config": {key: _value(text) for key, text in named.items() if text != "None"}}
+        document["deepspeed_config"] = {key: _value(text) for key, text in settings.items() if text != "none"}
+        name = settings.get("deepspeed_config_file", "")
+    else:
+        settings = {
+            _FSDP.get(name, name.lower()): text for name, text in environment.items() if name.startswith("FSDP_")
+        }
+        document["fsdp_config"] = {key: _value(text) for key, text in settings.items() if text != "None"}
+        name = ""
+    return _filled(open_source(document)._replace(name=name), precision)
 
 
 def _groups_of_launch() -> Native:

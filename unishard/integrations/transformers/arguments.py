@@ -69,13 +69,14 @@ def config_for(args: Any, requested: Config | str | Path | Mapping[str, Any] | N
     says = [name for name in ("fsdp", "deepspeed") if getattr(args, name)]
     if says and source is not None:
         raise _wrong(says[0], "is set beside a config of unishard; remove it")
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else None
     if args.deepspeed:
         config = _of_deepspeed(args, _ENGINE)
         _require_whole(model)
     elif args.fsdp:
         config = translated({name: getattr(args, name) for name in _FSDP}, "hf", sections=_ENGINE)
     else:
-        config = config_of(source)
+        config = config_of(source, precision)
     shared = shared_samples(getattr(args, "parallelism_config", None), "TrainingArguments.parallelism_config")
     if args.label_smoothing_factor and config.training.loss_chunk_tokens is not None:
         raise _wrong(
@@ -91,7 +92,7 @@ def config_for(args: Any, requested: Config | str | Path | Mapping[str, Any] | N
     return agreed(
         config,
         {
-            "precision.compute": "bf16" if args.bf16 else "fp16" if args.fp16 else None,
+            "precision.compute": precision,
             "training.micro_batch_size": args.per_device_train_batch_size,
             "training.gradient_accumulation_steps": args.gradient_accumulation_steps,
             "training.gradient_clipping": args.max_grad_norm or None,
