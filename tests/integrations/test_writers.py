@@ -109,6 +109,21 @@ def test_plain_lines_without_a_terminal() -> None:
     assert shown(terminal=False, total=100).splitlines()[1].startswith("step 20/100  left 0:00:0")
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_step_is_shown_once_with_all_that_is_known_of_it(terminal: bool) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=200, _environ={"TERM": "xterm"})
+    writer = ProgressLine(spec(unishard.load({"logging": ["progress"]})), console)
+    for values in (VALUES, {"checkpoint_seconds": 0.5}, {"accuracy": 0.25}):
+        writer.write(10, values)
+    writer.close()
+    if terminal:
+        last = file.getvalue().rpartition("step 10")[2]
+        assert last.startswith("  loss 2.5000  lr 3.00e-04  checkpoint 0.5 s  accuracy 0.25")
+    else:
+        assert file.getvalue() == "step 10  loss 2.5000  lr 3.00e-04\nstep 10  accuracy 0.25\n"
+
+
 def test_one_line_in_a_terminal() -> None:
     found = shown(terminal=True)
     assert "\x1b[" in found

@@ -30,6 +30,8 @@ _HIDDEN = {"samples_per_second": "tokens_per_second", "step_seconds": "samples_p
 """Values that the line leaves out where another one says the same."""
 _NEVER = ("tflops", "sent_gib")
 """Values that it never has."""
+_LATE = {"checkpoint_seconds"}
+"""What follows the record of a step and is not worth a second line."""
 
 
 class ProgressLine:
@@ -40,13 +42,19 @@ class ProgressLine:
         self._total = spec.total_steps
         self._first: tuple[float, int] | None = None
         self._live: Live | None = None
+        self._shown: tuple[int, Values] | None = None
 
     def write(self, step: int, values: Values) -> None:
         """Show a record."""
         now = time.monotonic()
         self._first = self._first or (now, step)
-        line = "  ".join([*self._position(step, now), *_parts(values)])
-        if not self._console.is_terminal or self._console.is_dumb_terminal:
+        earlier = self._shown[1] if self._shown and self._shown[0] == step else {}
+        self._shown = step, {**earlier, **values}
+        plain = not self._console.is_terminal or self._console.is_dumb_terminal
+        if plain and earlier and values.keys() <= _LATE:
+            return
+        line = "  ".join([*self._position(step, now), *_parts(values if plain else self._shown[1])])
+        if plain:
             print(line, file=self._console.file, flush=True)  # directly to the file: a console would wrap the line
             return
         from rich.live import Live
