@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unishard.engine.guards.graph import comes_from
@@ -19,6 +21,8 @@ class UnweighedLoss(Guard):
 
     def __init__(self, sequences: SplitSequences) -> None:
         self._sequences = sequences
+        self._counted = False
+        """Whether it was asked what items are counted."""
 
     def before_backward(self, loss: Tensor, call: ComparedCall) -> None:
         """Raise ContractError unless the loss is that of the group's micro-batch."""
@@ -41,10 +45,16 @@ class UnweighedLoss(Guard):
             )
 
     def _require_no_padding(self, items: int | Tensor | None) -> None:
+        """Once, for it waits for the other ranks of the group: one that has no padding may count all positions."""
         split = self._sequences.forward.last
-        if split is None or isinstance(items, Tensor) or split.unpadded == split.length:
+        if self._counted or split is None or not isinstance(items, int) or split.unpadded == split.length:
             return
-        if items == len(split.documents) * split.part:
+        self._counted = True
+        runs = split.layout.runs(split.group.rank, split.length)
+        has_padding = any(run.start + run.length > split.unpadded for run in runs)
+        wrong = torch.tensor(has_padding and items == len(split.documents) * split.part).int()
+        dist.all_reduce(wrong, op=dist.ReduceOp.MAX, group=split.group.hosts)
+        if wrong:
             raise ContractError(
                 f"num_items is {items}, all positions of a part, of which some are padding of parallel.sequence (of "
                 f"{split.unpadded} to {split.length} positions); count those with labels: (labels != -100).sum()"
