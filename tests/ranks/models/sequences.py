@@ -18,6 +18,7 @@ from torch import Tensor
 import unishard
 from models import CASES
 from models.case import Batch, Case, micro_batch
+from models.data import LENGTH
 from models.figures import Record, beyond
 from models.oracle import Reference, reference
 from models.playing import LIMIT, deviations, record, worst
@@ -77,7 +78,7 @@ def play_split(todo: Mapping[str, Sequence[SplitRun]], folder: str) -> None:
     for name, runs in todo.items():
         place = Path(folder, name)
         place.mkdir(exist_ok=True)
-        case = _with_uneven_labels(CASES[name])
+        case = _uneven(CASES[name])
         expected, again = (reference(case, "fp32", world=1, seed=seed) for seed in range(2))
         draws = expected.losses != again.losses
         for run in runs:
@@ -103,11 +104,11 @@ def _ending(error: Exception) -> dict[str, Any]:
     return {"error": text, "ours": lost, "lost": lost}
 
 
-def _with_uneven_labels(case: Case) -> Case:
-    """A case of which some samples, and so the ranks, have more labels than others."""
+def _uneven(case: Case) -> Case:
+    """A case of a length that no number of ranks divides, and with more labels in some samples than in others."""
 
     def sample(index: int) -> Batch:
-        made = case.sample(index)
+        made = {name: each[:-1] if each.shape == (LENGTH,) else each for name, each in case.sample(index).items()}
         labels = made.get("labels")
         if isinstance(labels, Tensor) and labels.dim() == 1 and not labels.is_floating_point():
             labels = torch.cat([labels.new_full((1 + index % 3,), -100), labels[1 + index % 3 :]])
