@@ -87,6 +87,11 @@ def test_groups_of_an_optimizer_hold_one_dtype_and_the_16_bit_ones_come_first() 
     )
     with pytest.raises(ConfigError, match="StepLR has a rate for each group"):
         separate(optimizer, StepLR(optimizer, 3))
+    for held in ([torch.zeros_like(model.wo.weight)], torch.optim.SGD(model.parameters())):
+        optimizer.held = held  # type: ignore[attr-defined]
+        with pytest.raises(ConfigError, match=r"SGD holds other .* groups of their own, behind the others"):
+            separate(optimizer, None)
+        del optimizer.held
     separate(optimizer, None)
     found = [([*map(id, group["params"])], group["lr"]) for group in optimizer.param_groups]
     expected = [

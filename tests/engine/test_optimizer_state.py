@@ -246,16 +246,9 @@ class NeedsClosure(torch.optim.SGD):
         return closure()
 
 
-class Around(torch.optim.SGD):
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        self.inner = torch.optim.SGD(self.param_groups, lr)
-
-
 REFUSED = {
     "rows": (lambda params: torch.optim.Adafactor(params), "the state 'row_var' of Adafactor is a tensor of shape"),
     "closure": (lambda params: NeedsClosure(params, lr=0.1), "the state keys of NeedsClosure cannot be determined"),
-    "another": (lambda params: Around(params, lr=0.1), "Around wraps another optimizer .inner."),
 }
 
 

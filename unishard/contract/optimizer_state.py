@@ -214,12 +214,6 @@ def _first_state(optimizer: Any, options: Mapping[str, Any], dummy: nn.Parameter
     if isinstance(optimizer, ShardOptimizer):  # a step may be collective
         return optimizer.first_state(options, dummy)
     kind = type(optimizer)
-    inner = [name for name, value in vars(optimizer).items() if isinstance(value, torch.optim.Optimizer)]
-    if inner:
-        raise CheckpointError(
-            f"{kind.__name__} wraps another optimizer ({inner[0]}), whose state cannot be separated from its own; use "
-            "the inner one"
-        )
     dummy.grad = torch.zeros_like(dummy)
     own = object.__new__(kind)
     vars(own).update({name: _copied(value) for name, value in vars(optimizer).items()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,13 @@ def attributes_of(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
         for name, value in group.items():
             if name != "params":
                 yield from _leaves(value, ("group", number, name))
+
+
+def holds_copies(optimizer: Optimizer, shapes: Collection[torch.Size]) -> bool:
+    """Whether it has made copies of parameters of these shapes when it was constructed."""
+    return any(
+        isinstance(value, Tensor) and value.dim() and value.shape in shapes for _, value in attributes_of(optimizer)
+    )
 
 
 def write_attribute(optimizer: Optimizer, place: str, value: Any) -> None:

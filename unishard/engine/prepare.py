@@ -75,8 +75,7 @@ def prepare(
         optimizer: By default, the config's `optimizer` section is used; if this is given, the config must have no such
             section. Either an optimizer that was made from the model's parameters and has not stepped yet: it keeps its
             groups and options and is moved to the sharded parameters, and from then on only the engine steps it. Or a
-            function that builds one from all trainable parameters. It may get shards of parameters, so its update must
-            be element-wise, as in SGD and the Adam family.
+            function that builds one from all trainable parameters, and may be called again with other tensors.
         scheduler: By default, the config's `scheduler` section is used; if this is given, the config must have no such
             section. Either a scheduler of torch or transformers on the `optimizer` that is passed, or a function that
             builds one from the optimizer. The engine steps it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unishard.distributed.nested_optimizers import HOOKS, attributes_of, groups_in, optimizers_in, write_attribute
+from unishard.distributed.nested_optimizers import (
+    HOOKS,
+    attributes_of,
+    groups_in,
+    holds_copies,
+    optimizers_in,
+    write_attribute,
+)
 from unishard.distributed.shard_optimizer import ShardOptimizer
 from unishard.distributed.shards import Shard, SteppedShard
 from unishard.errors import ConfigError, Problem
@@ -133,11 +140,6 @@ class WholeTensors(ShardOptimizer):
         for members in self._sharing.layout.values() if self._sharing else ():
             yield from members
 
-    def holds_copies(self, shapes: Collection[torch.Size]) -> bool:
-        """Whether it has made copies of parameters of these shapes, or state, when it was constructed."""
-        kept = (value for _, value in attributes_of(self.given) if isinstance(value, Tensor) and value.dim())
-        return any(value.shape in shapes for value in kept) or any(each.state for each in optimizers_in(self.given))
-
     def first_state(self, options: Mapping[str, Any], tensor: Tensor) -> dict[str, Any]:
         """Nothing: state is no shard."""
         return {}
@@ -158,7 +160,8 @@ class WholeTensors(ShardOptimizer):
             name: nn.Parameter(shard.values.new_empty([0] * max(1, len(shard.shape)), device=sharing.steps_on))
             for name, shard in shards.items()
         }
-        if not self._is_whole and self.holds_copies({shard.shape for shard in shards.values()}):
+        has_state = any(each.state for each in optimizers_in(self.given))
+        if not self._is_whole and (has_state or holds_copies(self.given, {each.shape for each in shards.values()})):
             self._make_again()
         self.train_mode(True)
 
