@@ -205,6 +205,14 @@ CORE_PRIVATE_API = by_name(
         instead="export with one of these versions",
     ),
     PrivateApi(
+        name="views",
+        case="Views of parts of a batch, and of gathered weights,",
+        names=("torch:Tensor._base", "torch._C:DisableTorchFunctionSubclass"),
+        versions="torch 2.13",
+        link=f"{_TORCH}/_tensor.py#L1",
+        instead="keep clones of weights, and pass the tensors of a batch as they are",
+    ),
+    PrivateApi(
         name="skip-on-device",
         case="An update that is skipped on the device, without the host knowing at once,",
         names=("torch.optim:Optimizer._optimizer_step_pre_hooks", "torch.optim:Optimizer._optimizer_step_post_hooks"),

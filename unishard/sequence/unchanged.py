@@ -71,13 +71,14 @@ def _in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def _state_of(module: nn.Module) -> Callable[[], None]:
     """What gives a module back its buffers and numbers."""
-    own, buffers = vars(module), dict(module._buffers)
+    own, buffers = vars(module), dict(module.named_buffers(recurse=False, remove_duplicate=False))
     numbers = {name: value for name, value in own.items() if type(value) in (int, float)}
-    values = [(buffer, buffer.detach().clone()) for buffer in buffers.values() if buffer is not None]
+    values = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
 
     def restore() -> None:
         own.update(numbers)
-        module._buffers.update(buffers)
+        for name, buffer in buffers.items():
+            setattr(module, name, buffer)
         for buffer, value in values:
             if not torch.equal(buffer, value):
                 buffer.data.copy_(value)
