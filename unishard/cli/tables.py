@@ -29,7 +29,9 @@ FIT_STYLES = {
 _WIDEST_COLUMN = 25
 """Average width of a readable table column, in characters."""
 _PLAIN = 120
-"""Columns of a table in a file or a pipe."""
+"""Columns of what fits a file or a pipe."""
+_WIDEST = 400
+"""Longer cells do not make their column wider, so that one long name does not fill every row with spaces."""
 
 Block = tuple[str, Sequence[tuple[str, str]]]
 """A heading and labeled lines below it."""
@@ -71,19 +73,20 @@ def fitting(rows: Sequence[Sequence[str]], file: TextIO) -> list[int] | None:
 
 
 def show(columns: Sequence[str], rows: Sequence[Sequence[str]], file: TextIO) -> None:
-    """Write a table to a stream; a block for each row where it would not fit."""
+    """Write a table to a stream; to a terminal on which a word would not fit its column, a block for each row."""
     rows = [[printable(cell) for cell in row] for row in rows]
-    widths = fitting([columns, *rows], file)
-    if widths is None:
-        show_blocks(
-            ((row[0], [pair for pair in zip(columns[1:], row[1:], strict=True) if pair[1]]) for row in rows), file
-        )
-    elif file.isatty():
-        _draw(columns, rows, widths, file)
-    else:
-        for row in (columns, *rows):
-            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            file.write("  ".join(cells).rstrip() + "\n")
+    if file.isatty():
+        widths = fitting([columns, *rows], file)
+        if widths is None:
+            show_blocks(
+                ((row[0], [pair for pair in zip(columns[1:], row[1:], strict=True) if pair[1]]) for row in rows), file
+            )
+        else:
+            _draw(columns, rows, widths, file)
+        return
+    whole = [min(_WIDEST, max(len(row[at]) for row in (columns, *rows))) for at in range(len(columns))]
+    for row in (columns, *rows):
+        file.write("  ".join(cell.ljust(width) for cell, width in zip(row, whole, strict=True)).rstrip() + "\n")
 
 
 def show_blocks(blocks: Iterable[Block], file: TextIO) -> None:
