@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from unishard.distributed.nested_optimizers import completed
 from unishard.engine.optim.trial import ask, is_known
 
 
@@ -69,6 +70,16 @@ class Around(torch.optim.Optimizer):
         self.inner.step()
 
 
+class Bare(torch.optim.Optimizer):
+    """Holds another one, and does not call torch's constructor, as timm's Lookahead."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
 class Searching(torch.optim.SGD):
     """Needs a closure."""
 
@@ -121,3 +132,16 @@ def test_only_classes_of_torch_themselves_need_no_trial() -> None:
     assert is_known(torch.optim.AdamW(parameters))
     assert not is_known(Derived(parameters))
     assert not is_known(torch.optim.Adafactor(parameters))
+
+
+def test_what_torchs_constructor_makes_is_made_for_optimizers_that_do_not_call_it() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    optimizer = completed(Bare(torch.optim.SGD(parameters, lr=0.5)))
+    asked: list[Any] = []
+    optimizer.register_state_dict_pre_hook(asked.append)
+    optimizer.register_step_post_hook(lambda *_: asked.append("stepped"))
+    parameters[0].grad = torch.ones(2)
+    optimizer.step()
+    assert parameters[0].tolist() == [0.5, 0.5]
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.5
+    assert asked == ["stepped", optimizer]

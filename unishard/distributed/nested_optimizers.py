@@ -27,6 +27,14 @@ def optimizers_in(optimizer: Optimizer) -> list[Optimizer]:
     return waiting
 
 
+def completed(optimizer: Optimizer) -> Optimizer:
+    """The optimizer, with what torch's constructor makes, which some do not call, such as timm's Lookahead."""
+    for each in optimizers_in(optimizer):
+        vars(each).setdefault("defaults", {})
+        Optimizer.__setstate__(each, {})
+    return optimizer
+
+
 def groups_in(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The groups of all these, each once; first its own."""
     return [*{id(group): group for each in optimizers_in(optimizer) for group in each.param_groups}.values()]

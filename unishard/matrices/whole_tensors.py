@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from unishard.distributed.nested_optimizers import (
     HOOKS,
     attributes_of,
+    completed,
     groups_in,
     holds_copies,
     optimizers_in,
@@ -166,27 +167,27 @@ class WholeTensors(ShardOptimizer):
         self.train_mode(True)
 
     def _make_again(self) -> None:
+        kind = type(self.given).__name__
         if self._again is None:
-            raise ConfigError(
-                [
-                    Problem(
-                        "optimizer",
-                        f"{type(self.given).__name__} has copies of the whole parameters from when it was constructed, "
-                        "which cannot be sharded; pass a function that builds it, such as lambda params: "
-                        f"{type(self.given).__name__}(...)",
-                    )
-                ]
+            _refuse(
+                f"{kind} has copies of the whole parameters from when it was constructed, which cannot be sharded; "
+                f"pass a function that builds it, such as lambda params: {kind}(...)"
             )
         with torch.no_grad():
             self._receive_weights()
         self._parts.clear()
-        self._made_again(self._again([self.tensors[name] for name in self._names]))
+        self._made_again(completed(self._again([self.tensors[name] for name in self._names])))
 
     def _made_again(self, made: Optimizer) -> None:
         """Let an optimizer of whole tensors be the user's: with the group dicts that the engine steps."""
         places = _places(made, {id(tensor): name for name, tensor in self.tensors.items()})
-        filled = [group for group in made.param_groups if group["params"]]
-        same = dict(zip(map(id, filled), self.given.param_groups, strict=True))
+        live, found = _by_names(self._places, self.given), _by_names(places, made)
+        if found.keys() - live.keys():
+            _refuse(
+                f"precision.keep_fp32 divides groups of {type(made).__name__}, which has state from when it was "
+                "constructed; give the parameters that it keeps groups of their own"
+            )
+        same = {id(group): live[names] for names, group in found.items()}
         self._places = [(same.get(id(group), group), names) for group, names in places]
         for each in optimizers_in(made):
             each.param_groups[:] = [same.get(id(group), group) for group in each.param_groups]
@@ -348,6 +349,18 @@ def _on(device: torch.device, value: Any) -> Any:
 
 def _places(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[dict[str, Any], list[str]]]:
     return [(group, [names[id(parameter)] for parameter in group["params"]]) for group in groups_in(optimizer)]
+
+
+def _by_names(
+    places: Sequence[tuple[dict[str, Any], list[str]]], optimizer: Optimizer
+) -> dict[tuple[str, ...], dict[str, Any]]:
+    """The optimizer's own groups that have parameters, by the names of these."""
+    own = {*map(id, optimizer.param_groups)}
+    return {tuple(names): group for group, names in places if names and id(group) in own}
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ConfigError([Problem("optimizer", what)])
 
 
 def _numbers(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:

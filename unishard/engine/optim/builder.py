@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Optimizer, Scheduler
 from unishard.contract.backend import OptimizerBuilder, OptimizerFactory
+from unishard.distributed.nested_optimizers import completed
 from unishard.engine.optim.compute_groups import separate
 from unishard.engine.optim.eight_bit import on_blocks
 from unishard.engine.optim.empty_groups import without_empty
@@ -69,7 +70,7 @@ class OptimizerSetup:
     def __call__(self, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         """The optimizer over these trainable parameters."""
         pairs = list(named)
-        optimizer: torch.optim.Optimizer = self._build(pairs)
+        optimizer = completed(self._build(pairs))
         separate(optimizer, self.scheduler)
         names = {id(parameter): name for name, parameter in pairs}
         self.optimizer, optimizer = optimizer, on_blocks(on_shards(without_empty(optimizer)), names)
