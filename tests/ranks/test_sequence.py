@@ -127,7 +127,7 @@ REFUSED = {
     "counted positions": "Own counts positions",
     "pooling": "Own mixes positions",
     "begins at zero": "blocks.0.mixer.module (Convolution) mixes positions",
-    "reaches far": "blocks.0.mixer.module.convolution (Conv1d) mixes positions",
+    "reaches far": "blocks.0.mixer (Gated) mixes positions",
     "normalized": "blocks.0.mixer.module (BatchNorm1d) mixes positions",
 }
 
@@ -137,6 +137,7 @@ REFUSED = {
         (BACKENDS[(number + first) % 2], name, precision)
         for number, name in enumerate(REFUSED)
         for first, precision in enumerate(("fp32", "bf16"))
+        if (name, precision) != ("normalized", "bf16")  # torch does not compute it with statistics in fp32
     )
 )
 def test_what_mixes_positions_elsewhere_is_named(backend, name, precision):

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.distributed.nested_tensors import tensors_in
+from unishard.sequence.followed import at_ends
 from unishard.sequence.group import SequenceGroup
 
-_ROOM, _ROOM_LOW = 1e-5, 5e-3
+_ROOM, _ROOM_LOW = 1e-4, 2e-2
 """Of a loss: what is rounded in fp32, and in 16 bits."""
 _LOW = 2
 """Bytes."""
@@ -67,7 +68,10 @@ def of_parts_alone(
     computed = [kept for kept, tensor in kept_losses(model).items() if before.get(kept) is not tensor]
     if not computed:
         return ()
-    low = any(each.is_floating_point() and each.dtype.itemsize <= _LOW for each in tensors_in(part()))
+    dtypes: set[torch.dtype] = set()
+    with at_ends(model, lambda key, taken, made: dtypes.update(each.dtype for each in tensors_in(made))):
+        part()
+    low = any(dtype.is_floating_point and dtype.itemsize <= _LOW for dtype in dtypes)
     total = torch.stack([_number(kept) for kept in computed])
     dist.all_reduce(total, group=group.process_group)
     whole()

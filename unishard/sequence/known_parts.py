@@ -52,7 +52,13 @@ class KnownParts:
 
     def _known(self, call: Any) -> int | None:
         known = [(part(), length) for part, length in self._parts]
-        tensors = [each for tensor in tensors_in(call) for each in (tensor, tensor._base)]
+        tensors = list(tensors_in(call))
         return next(
-            (length for part, length in known if part is not None and any(part is each for each in tensors)), None
+            (length for part, length in known if part is not None and any(_is_of(each, part) for each in tensors)), None
         )
+
+
+def _is_of(tensor: Tensor, part: Tensor) -> bool:
+    """Whether a tensor is a part or a view of it."""
+    place = part.untyped_storage().data_ptr()
+    return tensor is part or (place != 0 and tensor.untyped_storage().data_ptr() == place)

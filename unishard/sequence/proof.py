@@ -4,15 +4,14 @@ Attention is replaced by something that leaves each position by itself. Then pos
 together, once more with other tokens in the parts of the other ranks, once more each a part further along, and each
 rank's own by themselves. Where all give the same for its own, nothing else in the model looks at another position: no
 convolution, recurrence, state space, pooling, attention by own code, position counted in the forward, or loss over the
-whole sequence.
+whole sequence. Where they do not, `unishard.sequence.followed` finds the module, or that numbers were only rounded.
 
 A model that trains runs in training mode. What differs only there counts unless the model draws random numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,9 +22,10 @@ from torch import Tensor, nn
 from unishard.distributed.nested_tensors import replace_tensors, tensors_in
 from unishard.errors import ModelError
 from unishard.sequence.exchange import gather_plain
+from unishard.sequence.followed import Mixing, first_mixing
 from unishard.sequence.forward import SplitForward
 from unishard.sequence.kept_losses import KeptLoss, kept_losses, of_parts_alone
-from unishard.sequence.same_positions import SAME_SHAPES, Compared, PartOfAll, cut, dimension
+from unishard.sequence.same_positions import OTHER_SHAPES, PartOfAll, dimension, own, same
 from unishard.sequence.unchanged import evaluating, seed, unchanged
 
 _TOKENS, _LEAST = 1024, 32
@@ -52,19 +52,9 @@ class _Probe(NamedTuple):
 
         return _Probe(of("", self.args), {name: of(name, value) for name, value in self.kwargs.items()})
 
-    def twice(self) -> _Probe:
-        """With each row twice: nothing else than other shapes."""
-        rows = next((len(each) for each in tensors_in((self.kwargs, self.args)) if each.dim()), 0)
-
-        def doubled(name: str, tensor: Tensor) -> Tensor:
-            dim = tensor.dim() - _OF_ROWS if name == "position_ids" else 0
-            return torch.cat([tensor, tensor], dim) if tensor.dim() and tensor.shape[dim] == rows else tensor
-
-        return self.changed(doubled)
-
 
 def prove(
-    model: nn.Module, run: Run, forward: SplitForward, args: Any, kwargs: dict[str, Any], *, closely: bool
+    model: nn.Module, run: Run, forward: SplitForward, args: Any, kwargs: dict[str, Any], *, again: bool
 ) -> tuple[KeptLoss, ...]:
     """Check that a model can be split, with positions of a micro-batch. Collective.
 
@@ -74,10 +64,10 @@ def prove(
         forward: What splits it.
         args: Of the forward of this rank's part.
         kwargs: Likewise.
-        closely: Whether a few positions at the borders of parts count, as of a short convolution.
+        again: Whether it was checked before: then only whether tokens in other parts change anything.
 
     Returns:
-        Losses that modules keep as attributes, and of which parts make another one.
+        Losses that modules keep as attributes, and of which parts make another one; none where it was checked before.
 
     Raises:
         ContractError: The samples were not split.
@@ -87,21 +77,20 @@ def prove(
     count = min(split.part, max(_LEAST, _TOKENS // (len(split.documents) * group.size)))
     share = PartOfAll(group.rank, group.size, count)
     part = _part(forward, _Probe(args, kwargs), split.part, share)
-    runs = _Runs(run, (part, *_of_all(forward, part, share)), share, closely=closely)
+    runs = _Runs(run, (part, *_of_all(forward, part, share)), share, again=again)
     with unchanged(model), forward.proof():
         before = kept_losses(model)
-        if (mode := runs.mixing_mode(model)) is not None:
-            with mode:
-                raise _refusal(model, forward, kwargs, _first_mixing(model, runs))
-        own, every = (partial(runs.made, probe) for probe in _sorted(part, runs.whole, share))
-        return of_parts_alone(model, before, own, every, group)
+        if (mixing := runs.mixing(model)) is not None:
+            raise _refusal(model, forward, kwargs, mixing)
+        alone, every = (partial(runs.made, probe) for probe in _sorted(part, runs.whole, share))
+        return () if again else of_parts_alone(model, before, alone, every, group)
 
 
 class _Runs:
     """The forwards that are compared."""
 
-    def __init__(self, run: Run, probes: tuple[_Probe, ...], share: PartOfAll, *, closely: bool) -> None:
-        self._run, self.probes, self.share, self._closely = run, probes, share, closely
+    def __init__(self, run: Run, probes: tuple[_Probe, ...], share: PartOfAll, *, again: bool) -> None:
+        self._run, self._probes, self._share, self._again = run, probes, share, again
         self.whole = probes[1]
 
     def made(self, probe: _Probe, number: int = 0) -> Any:
@@ -109,33 +98,49 @@ class _Runs:
         seed(number)
         return self._run(*probe.args, **probe.kwargs)
 
-    def cut(self, part: Any, *of_all: Any) -> Compared:
-        """The same, of this rank's positions."""
-        return cut(part, of_all, self.share, closely=self._closely)
+    def mixing(self, model: nn.Module) -> Mixing | None:
+        """The module that mixes positions; None if none does. Collective.
 
-    def mixing_mode(self, model: nn.Module) -> AbstractContextManager[Any] | None:
-        """The mode in which the model mixes positions; None if in none. Collective."""
-        found = first = self._compared()
-        if _on_all(first.alone):
+        In a usual model nothing differs. What does may be rounded in another way, or random.
+        """
+        if self._alone():
             return None
-        if model.training:
+        found = None
+        if model.training and not self._draws():
+            found = self._first_mixing(model, only_other=True)
+        if found is None:
             with evaluating(model):
-                found = self._compared()
-        if not _on_all(found.alone):
-            with evaluating(model):
-                rounds = not _on_all(found.resembles(self._of_two(self.made(self.whole.twice())), SAME_SHAPES))
-            return None if rounds and _on_all(found.nearly_alone) else evaluating(model)
-        draws = not _on_all(first.resembles(self._of(self.made(self.whole, 1)), SAME_SHAPES))
-        return None if draws or _on_all(first.undisturbed) else nullcontext()
+                found = self._first_mixing(model, only_other=self._again)
+        return found
 
-    def _compared(self) -> Compared:
-        return self.cut(*map(self.made, self.probes))
+    def _alone(self) -> bool:
+        """Whether each position is by itself, wherever it is: the output says it. Collective."""
+        alone, *among = (list(tensors_in(self.made(probe))) for probe in self._probes[: 3 if self._again else 4])
+        places = (self._share.rank, self._share.rank, self._share.next_rank)
+        whole, *others = (
+            [own(*pair, self._share, place) for pair in zip(made, alone, strict=False)]
+            for made, place in zip(among, places, strict=False)
+        )
+        equal = (self._again or all(same(here, there, OTHER_SHAPES) for here, there in whole)) and all(
+            torch.equal(first, second)
+            for other in others
+            for (first, _), (second, _) in zip(whole, other, strict=False)
+            if first.dim() >= _OF_ROWS
+        )
+        return _on_all(equal and len({len(alone), *map(len, among)}) == 1)
 
-    def _of(self, whole: Any) -> list[Tensor]:
-        return self.cut(self.made(self.probes[0]), whole, whole, whole).whole
+    def _first_mixing(self, model: nn.Module, *, only_other: bool) -> Mixing | None:
+        """As the first rank with one finds it. Collective."""
+        runs = [partial(self.made, probe) for probe in self._probes]
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, first_mixing(model, runs, self._share, only_other=only_other))
+        found = [each for each in everyones if each is not None]
+        return Mixing(found[0].name, all(each.counts for each in found)) if found else None
 
-    def _of_two(self, twice: Any) -> list[Tensor]:
-        return self._of([each[: len(each) // 2] if each.dim() else each for each in tensors_in(twice)])
+    def _draws(self) -> bool:
+        """Whether the model draws random numbers. Collective."""
+        first, second = (list(tensors_in(self.made(self.whole, number))) for number in range(2))
+        return not _on_all(all(map(torch.equal, first, second)))
 
 
 def _part(forward: SplitForward, call: _Probe, length: int, share: PartOfAll) -> _Probe:
@@ -225,60 +230,6 @@ def _dim(name: str, tensor: Tensor) -> int:
     return tensor.dim() - 1 if name == "position_ids" else 1
 
 
-class _Recorded(NamedTuple):
-    inputs: list[Tensor]
-    output: list[Tensor]
-
-
-@contextmanager
-def _recorded(model: nn.Module) -> Iterator[dict[str, _Recorded]]:
-    """What each module takes and puts out in the block, in the order in which they end, in host memory."""
-    calls: dict[str, _Recorded] = {}
-
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls[name] = _Recorded(*([each.cpu() for each in tensors_in(value)] for value in ((args, kwargs), output)))
-
-        return hook
-
-    hooks = [module.register_forward_hook(keep(name), with_kwargs=True) for name, module in model.named_modules()]
-    try:
-        yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-class _Mixing(NamedTuple):
-    """A module that mixes positions."""
-
-    name: str
-    counts: bool
-    """Whether other tokens elsewhere change nothing: it only counts positions."""
-
-
-def _first_mixing(model: nn.Module, runs: _Runs) -> _Mixing:
-    """The first module of whose output its inputs do not say the difference; the model itself where there is none.
-
-    As the first rank with a difference finds it. Collective.
-    """
-    recorded: list[dict[str, _Recorded]] = []
-    for probe in runs.probes:
-        with _recorded(model) as calls:
-            runs.made(probe)
-        recorded.append(calls)
-    found = None
-    for name in recorded[0] if len({*map(frozenset, recorded)}) == 1 else ():
-        output = runs.cut(*(calls[name].output for calls in recorded))
-        if not output.alone and (not name or runs.cut(*(calls[name].inputs for calls in recorded)).alone):
-            found = _Mixing(name, output.undisturbed and not output.movable)
-            break
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, found)
-    names = [each for each in everyones if each is not None] or [_Mixing("", counts=False)]
-    return _Mixing(names[0].name, all(each.counts for each in names))
-
-
 def _on_all(same: bool) -> bool:
     equal = torch.tensor([same], dtype=torch.int32, device=_device())
     dist.all_reduce(equal, op=dist.ReduceOp.MIN)
@@ -289,7 +240,7 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _refusal(model: nn.Module, forward: SplitForward, kwargs: dict[str, Any], mixing: _Mixing) -> ModelError:
+def _refusal(model: nn.Module, forward: SplitForward, kwargs: dict[str, Any], mixing: Mixing) -> ModelError:
     if forward.shifts_labels and "labels" in kwargs and "shift_labels" not in kwargs and not mixing.name:
         return ModelError(
             f"{type(model).__name__} was called with labels and without shift_labels, so that a label at the border of "

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from unishard.distributed.nested_tensors import tensors_in
-
 Room = Mapping[torch.dtype, float]
 OTHER_SHAPES: Room = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Of the largest element: what products in other shapes round, with much room; a position counted anew changes more."""
-SAME_SHAPES: Room = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.005, torch.float16: 1e-3}
-"""What products in the same shapes may round, where experts get a token at another place."""
-_ROUTED = {torch.float64: 0.0, torch.float32: 1 / 128}
-"""Positions that may differ, where another rounding sends a token to other experts."""
-_ROUTED_LOW = 1 / 8
-"""The same in 16 bits. A convolution over three positions changes twice as many of the first eight."""
-_SPAN = 8
+SAME_SHAPES: Room = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
+"""What experts round that get another number of tokens; all else is equal bit for bit."""
+_ROUTED = 1 / 8
+"""Positions that another rounding may send to other experts, in 16 bits."""
 _OF_ROWS = 2
 """Dimensions of `[rows, positions]`."""
 
@@ -32,72 +27,10 @@ class PartOfAll(NamedTuple):
     length: int
     """How many."""
 
-
-class Compared(NamedTuple):
-    """What forwards made of this rank's positions, a tensor after the other: `[rows, positions, ...]`.
-
-    What has no positions, such as a loss, is as it is.
-    """
-
-    part: list[Tensor]
-    whole: list[Tensor]
-    other: list[Tensor]
-    moved: list[Tensor]
-    closely: bool
-    """Whether a few positions at the borders of parts count."""
-
     @property
-    def undisturbed(self) -> bool:
-        """Whether other tokens elsewhere change nothing here; of a loss they may."""
-        return self.resembles(self.other, SAME_SHAPES, least=_OF_ROWS)
-
-    @property
-    def movable(self) -> bool:
-        """Whether it is the same where its positions are at another place."""
-        return self.resembles(self.moved, SAME_SHAPES, least=_OF_ROWS)
-
-    @property
-    def alone(self) -> bool:
-        """Whether each position is by itself, wherever it is."""
-        return self.undisturbed and self.movable and self.resembles(self.part, OTHER_SHAPES)
-
-    @property
-    def nearly_alone(self) -> bool:
-        """The same, with the room of products in other shapes."""
-        runs = (self.other, self.moved)
-        return all(self.resembles(each, OTHER_SHAPES, least=_OF_ROWS) for each in runs) and self.resembles(
-            self.part, OTHER_SHAPES
-        )
-
-    def resembles(self, others: list[Tensor], room: Room, least: int = 0) -> bool:
-        """Whether what was made of all positions is the same in another forward; of so many dimensions at least."""
-        pairs = list(zip(self.whole, others, strict=False))
-        return len(self.whole) == len(others) and all(
-            _same(*pair, room, closely=self.closely) for pair in pairs if pair[0].dim() >= least
-        )
-
-
-def cut(part: Any, of_all: Iterable[Any], share: PartOfAll, *, closely: bool) -> Compared:
-    """Cut what forwards made to this rank's positions.
-
-    Args:
-        part: Made of this rank's positions.
-        of_all: Made of all, once more with other tokens elsewhere, and once more with each part where the next one was.
-        share: What this rank has.
-        closely: As of `Compared`.
-    """
-    parts, own = [*tensors_in(part)], [*tensors_in(part)]
-    places = (share.rank, share.rank, (share.rank + 1) % share.size)
-    cuts: list[list[Tensor]] = []
-    for made, place in zip(of_all, places, strict=True):
-        wholes = [*tensors_in(made)]
-        if len(wholes) == len(parts):
-            dims = [dimension(*pair, share) for pair in zip(wholes, parts, strict=True)]
-            own = [_rows(each, dim, share._replace(size=1), 0) for each, dim in zip(parts, dims, strict=True)]
-            wholes = [_rows(each, dim, share, place) for each, dim in zip(wholes, dims, strict=True)]
-        cuts.append(wholes)
-    whole, other, moved = cuts
-    return Compared(own, whole, other, moved, closely)
+    def next_rank(self) -> int:
+        """Where the positions are after they were moved by a part."""
+        return (self.rank + 1) % self.size
 
 
 def dimension(whole: Tensor, part: Tensor, share: PartOfAll) -> int | None:
@@ -107,46 +40,44 @@ def dimension(whole: Tensor, part: Tensor, share: PartOfAll) -> int | None:
     return next((dim for dim in range(part.dim()) if whole.shape[dim] == share.size * part.shape[dim]), None)
 
 
-def _rows(tensor: Tensor, dim: int | None, share: PartOfAll, place: int) -> Tensor:
-    if dim is None:
-        return tensor
+def rows(tensor: Tensor, dim: int, share: PartOfAll, place: int) -> Tensor:
+    """A view of the positions of a part, `[rows, positions, ...]`."""
     if dim:
-        return tensor.movedim(dim, 1).chunk(share.size, 1)[place].clone()
+        return tensor.movedim(dim, 1).chunk(share.size, 1)[place]
     length = tensor.shape[0] // share.size
     count = share.length if length % share.length == 0 else length
-    return tensor.reshape(-1, share.size, count, *tensor.shape[1:])[:, place].clone()
+    return tensor.view(-1, share.size, count, *tensor.shape[1:])[:, place]
 
 
-def _same(first: Tensor, second: Tensor, room: Room, *, closely: bool) -> bool:
+def own(whole: Tensor, part: Tensor, share: PartOfAll, place: int) -> tuple[Tensor, Tensor]:
+    """What was made of a part's positions, among all and alone; all of it, where it has no positions."""
+    dim = dimension(whole, part, share)
+    if dim is None:
+        return whole, part
+    return rows(whole.contiguous(), dim, share, place), rows(part.contiguous(), dim, share._replace(size=1), 0)
+
+
+def same(first: Tensor, second: Tensor, room: Room, low: torch.dtype | None = None) -> bool:
     """Whether two tensors are the same, but for what is rounded.
 
-    At the beginning and at the end, where modules that look a little further see another part, as many positions may
-    differ as anywhere.
+    Args:
+        first: A tensor.
+        second: Another one.
+        room: What may be rounded.
+        low: The dtype that rounds most in the model; None for that of the tensor.
     """
     if first.shape != second.shape:
         return False
-    if not first.numel():
+    if not first.numel() or torch.equal(first, second):
         return True
+    low = low or first.dtype
+    routed = _ROUTED if room is OTHER_SHAPES and low.itemsize <= torch.half.itemsize else 0
     if first.is_floating_point():
-        atol = room.get(first.dtype, room[torch.bfloat16]) * float(first.nan_to_num(0, 0, 0).abs().max())
+        atol = room.get(low, room[torch.bfloat16]) * float(first.nan_to_num(0, 0, 0).abs().max())
         differs = ~torch.isclose(first.float(), second.float(), rtol=0, atol=atol, equal_nan=True)
     else:
         differs = first != second
-    if not bool(differs.any()):
-        return True
     if first.dim() < _OF_ROWS:
-        return False
+        return not bool(differs.any())
     positions = differs.flatten(2).any(-1) if differs.dim() > _OF_ROWS else differs
-    if not closely:
-        return float(positions.float().mean()) <= _ROUTED_LOW
-    return all(_few(positions[:, span], first.dtype) for span in _spans(positions.shape[1]))
-
-
-def _spans(length: int) -> list[slice]:
-    """Of the first and the last positions, each twice as long as the one before."""
-    lengths = [_SPAN << turn for turn in range((length // _SPAN).bit_length()) if _SPAN << turn < length]
-    return [slice(length), *map(slice, lengths), *(slice(-each, None) for each in lengths)]
-
-
-def _few(differs: Tensor, dtype: torch.dtype) -> bool:
-    return float(differs.float().mean()) <= _ROUTED.get(dtype, _ROUTED_LOW)
+    return float(positions.float().mean()) <= routed

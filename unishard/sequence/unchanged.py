@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unishard.contract.kit.forwards import is_compiled
 from unishard.logits.forward import whole_logits
@@ -29,7 +29,7 @@ _DROPOUTS = (
 def unchanged(model: nn.Module) -> Iterator[None]:
     """A block of forwards without a graph, dropout modules, compilation, losses in chunks and warnings.
 
-    Random states, buffers and the numbers that modules count in are those of before.
+    Random states, buffers, and the numbers and lists of tensors that modules count and collect in are those of before.
     """
     restore = [*map(_state_of, model.modules()), *_random_states()]
     compiled = any(map(is_compiled, model.modules()))
@@ -70,13 +70,17 @@ def _in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _state_of(module: nn.Module) -> Callable[[], None]:
-    """What gives a module back its buffers and numbers."""
+    """What gives a module back its buffers, numbers and lists."""
     own, buffers = vars(module), dict(module.named_buffers(recurse=False, remove_duplicate=False))
     numbers = {name: value for name, value in own.items() if type(value) in (int, float)}
+    lists = [(value, len(value)) for value in own.values() if type(value) is list]
     values = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
 
     def restore() -> None:
         own.update(numbers)
+        for collected, length in lists:
+            if any(isinstance(each, Tensor) for each in collected[length:]):
+                del collected[length:]
         for name, buffer in buffers.items():
             setattr(module, name, buffer)
         for buffer, value in values:

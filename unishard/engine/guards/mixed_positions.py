@@ -15,8 +15,8 @@ from unishard.sequence.split_sequences import SplitSequences
 class MixedPositions(Guard):
     """Refuses a model in which something other than attention looks at other positions.
 
-    Before the first forward with weights of which none is zero, for those that begin there; later with those of the
-    model and what comes then, at the begin of windows that `Sampling` chooses.
+    Before the first forward with weights of which none is zero, for those that begin there; later, at the begin of
+    windows that `Sampling` chooses, with those of the model: whether other tokens elsewhere change anything.
 
     Without it: a convolution, a state space or a pooling head sees only this rank's part, and trains wrongly in
     silence.
@@ -35,6 +35,6 @@ class MixedPositions(Guard):
         """Prove it, where it is due."""
         if self._due:
             with nullcontext() if self._proved else perturbed_weights(self._adapter, self._place):
-                self._sequences.prove(self._adapter.forward, *inputs, closely=not self._proved)
+                self._sequences.prove(self._adapter.forward, *inputs, again=self._proved)
             self._proved = True
         yield

@@ -1,0 +1,172 @@
+"""Finds the module that mixes positions: the first that makes another thing of the same.
+
+Forwards over the positions of all parts follow the one over this rank's alone. What each module puts out of these
+positions is compared, and where it is only rounded in another way it is set to what it was. So the next module takes
+the same bits; nothing that was rounded adds up or sends a token to other experts, and what differs is proof.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from unishard.distributed.nested_tensors import replace_tensors, tensors_in
+from unishard.sequence.same_positions import OTHER_SHAPES, SAME_SHAPES, PartOfAll, dimension, own, rows, same
+
+Key = tuple[str, int]
+"""The name of a module, and which of its calls."""
+_OF_ROWS = 2
+"""Dimensions of `[rows, positions]`."""
+
+
+class Mixing(NamedTuple):
+    """A module that mixes positions."""
+
+    name: str
+    counts: bool
+    """Whether other tokens elsewhere change nothing: it only counts positions."""
+
+
+def first_mixing(
+    model: nn.Module, runs: Sequence[Callable[[], Any]], share: PartOfAll, *, only_other: bool
+) -> Mixing | None:
+    """The first module that mixes positions of this rank; None if none does.
+
+    Args:
+        model: The model.
+        runs: Its forwards over the positions of this rank, over those of all, with other tokens in the parts of the
+            others, and with each part where the next one was.
+        share: What this rank has.
+        only_other: Whether only what other tokens change is looked at.
+    """
+    part, whole, other, moved = runs
+    forwards = _Followed(model, share, part)
+    different = forwards.follow(whole, share.rank)
+    disturbed = forwards.follow(other, share.rank)
+    counting = set() if only_other else forwards.follow(moved, share.next_rank)
+    wrong = disturbed if only_other else different | disturbed | counting
+    key = next((key for key in forwards.parts if key in wrong), None)
+    return None if key is None else Mixing(key[0], key in counting - disturbed)
+
+
+class _Pair(NamedTuple):
+    """A tensor of this rank's positions, in host memory, in two forwards."""
+
+    here: Tensor
+    before: Tensor
+    placed: bool
+    """Whether it has positions."""
+
+
+class _Call(NamedTuple):
+    """What a module took and put out."""
+
+    inputs: list[Tensor]
+    output: list[Tensor]
+
+
+class _Followed:
+    """Forwards over the same positions."""
+
+    def __init__(self, model: nn.Module, share: PartOfAll, part: Callable[[], Any]) -> None:
+        self._model, self._share = model, share
+        self.parts: dict[Key, _Call] = {}
+        """Of the forward over this rank's positions alone, in the order in which modules end."""
+        self._wholes: dict[Key, _Call] = {}
+        """Of the first one over all: what was made of this rank's."""
+        self._rounded: set[Key] = set()
+        """Those that made the same of them, but for what is rounded."""
+        with at_ends(model, self._keep):
+            part()
+        dtypes = (each.dtype for call in self.parts.values() for each in call.output if each.is_floating_point())
+        self._low = min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+    def follow(self, run: Callable[[], Any], place: int) -> set[Key]:
+        """The calls of modules that make another thing of the same: first than alone, then than among the others.
+
+        Args:
+            run: Runs the positions of all ranks.
+            place: Where those of this rank are.
+        """
+        found: set[Key] = set()
+        first = not self._wholes
+
+        def at_end(key: Key, taken: Any, made: Any) -> Any:
+            alone, before = self.parts.get(key), self._wholes.get(key)
+            if alone is None or (before is None and not first):
+                return None
+            inputs = self._pairs(taken, alone.inputs, before and before.inputs, place)
+            output = self._pairs(made, alone.output, before and before.output, place)
+            if first:
+                self._wholes[key] = _Call([each.here for each in inputs], [each.here for each in output])
+            if not all(self._same(each, first) for each in output if _counts(key, each, first)):
+                taken_alike = (self._same(each, first) for each in inputs if each.here.shape == each.before.shape)
+                if not key[0] or all(taken_alike):  # the model itself gets how many labels there are too
+                    found.add(key)
+                return None
+            if first:
+                self._rounded.add(key)
+            return self._set(made, alone.output, place) if key in self._rounded else None
+
+        with at_ends(self._model, at_end):
+            run()
+        return found
+
+    def _keep(self, key: Key, taken: Any, made: Any) -> None:
+        self.parts[key] = _Call(*([each.to("cpu", copy=True) for each in tensors_in(value)] for value in (taken, made)))
+
+    def _pairs(self, value: Any, alone: list[Tensor], before: list[Tensor] | None, place: int) -> list[_Pair]:
+        pairs = []
+        for number, (tensor, part) in enumerate(zip(tensors_in(value), alone, strict=False)):
+            here, there = own(tensor, part, self._share, place)
+            there = there if before is None else before[number]
+            pairs.append(_Pair(here.to("cpu", copy=True), there, dimension(tensor, part, self._share) is not None))
+        return pairs
+
+    def _same(self, pair: _Pair, first: bool) -> bool:
+        return same(pair.here, pair.before, OTHER_SHAPES if first else SAME_SHAPES, self._low)
+
+    def _set(self, made: Any, alone: list[Tensor], place: int) -> Any:
+        """What a module made, with that of this rank's positions as it was alone."""
+        parts = iter(alone)
+
+        def changed(tensor: Tensor) -> Tensor:
+            part = next(parts, None)
+            dim = None if part is None else dimension(tensor, part, self._share)
+            if part is None or dim is None:
+                return tensor
+            new = tensor.clone(memory_format=torch.contiguous_format)
+            rows(new, dim, self._share, place).copy_(rows(part, dim, self._share._replace(size=1), 0))
+            return new
+
+        return replace_tensors(made, changed)
+
+
+def _counts(key: Key, pair: _Pair, first: bool) -> bool:
+    """Whether an output says anything: of a module in the model if it has positions, else what it is for is unknown."""
+    return pair.placed or (not key[0] and (first or pair.here.dim() >= _OF_ROWS))
+
+
+@contextmanager
+def at_ends(model: nn.Module, of_call: Callable[[Key, Any, Any], Any]) -> Iterator[None]:
+    """A block in which a function gets what each module takes and puts out, and returns what is to be put out."""
+    calls = Counter[str]()
+
+    def named(name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            calls[name] += 1
+            return of_call((name, calls[name]), (args, kwargs), output)
+
+        return hook
+
+    hooks = [module.register_forward_hook(named(name), with_kwargs=True) for name, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
