@@ -206,11 +206,11 @@ CORE_PRIVATE_API = by_name(
     ),
     PrivateApi(
         name="views",
-        case="Views of parts of a batch, and of gathered weights,",
+        case="A view of a gathered weight that a module keeps",
         names=("torch:Tensor._base", "torch._C:DisableTorchFunctionSubclass"),
         versions="torch 2.13",
         link=f"{_TORCH}/_tensor.py#L1",
-        instead="keep clones of weights, and pass the tensors of a batch as they are",
+        instead="keep a clone of it",
     ),
     PrivateApi(
         name="skip-on-device",
