@@ -22,7 +22,7 @@ They are a list (`unishard.engine.assembly.training_guards`); the loop calls the
 | `equal_weights` | weights that differ between ranks | where calls are compared | a sum of bits on the device |
 | `unshared_data` | the same samples on all ranks, no position in the data | at updates | a hash of some inputs |
 | `ended_schedule`, `skipped_updates` | a run that trains nothing any more | always | a number |
-| `mixed_positions` | a layer that sees a part of a sequence | first, and at updates | four small forwards |
+| `mixed_positions` | a layer that sees a part of a sequence | first, and at updates | 3 to 4 forwards, later 2 |
 | `unweighed_loss` | a mean of uneven parts, or with padding | always | the last nodes of the graph of a loss |
 | `recomputed_attention` | attention over a part, in backward | always | an attribute |
 
