@@ -8,6 +8,7 @@ the engine keeps only a part of it on each rank, every rank reads its own part; 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
@@ -29,6 +30,8 @@ _LARGE_BYTES = 2**20
 
 _READER = "_unishard_reader"
 """An attribute of the parameter, not a table by name: wrappers such as PEFT keep parameters but rename them."""
+_COPY = "__deepcopy__"
+"""Of the parameter itself: that of its class copies no attributes."""
 
 
 def set_reader(parameter: nn.Parameter, read: Reader) -> None:
@@ -36,13 +39,22 @@ def set_reader(parameter: nn.Parameter, read: Reader) -> None:
 
     Args:
         parameter: A parameter on the meta device; has a reader on all ranks, or on none.
-        read: Called once, on rank 0 with all elements, or on every rank with those that it keeps.
+        read: Called once, on rank 0 with all elements, or on every rank with those that it keeps; once more for each
+            deep copy, such as those of peft's `modules_to_save`.
     """
     setattr(parameter, _READER, read)
+    setattr(parameter, _COPY, partial(_copied, parameter))
+
+
+def _copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    copy: nn.Parameter = type(parameter).__deepcopy__(parameter, memo)
+    set_reader(copy, getattr(parameter, _READER))
+    return copy
 
 
 def take_reader(parameter: Tensor) -> Reader | None:
     """The function that was set, for the caller to use instead of `materialize`; None if there is none."""
+    vars(parameter).pop(_COPY, None)
     reader: Reader | None = vars(parameter).pop(_READER, None)
     return reader
 
@@ -107,7 +119,8 @@ def _without_data(model: nn.Module) -> Iterator[str]:
         yield (
             f"{role} {name} of {kind} is on the meta device and has no data; build the model on the CPU, inside "
             "unishard.init(cfg), or with unishard.from_pretrained; to add modules to a pretrained model (adapters, "
-            "new heads), build all of it inside unishard.init(cfg) instead"
+            "new heads), build all of it inside unishard.init(cfg) instead, or, to quantize it, with a "
+            "quantization_config of transformers outside, without quantization in the config"
         )
 
 
