@@ -153,7 +153,8 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path: Path, monkeypatch:
 
     errors = together(monkeypatch, 3, work)
     assert all(isinstance(error, CheckpointError) and "No space left on device" in str(error) for error in errors)
-    assert [str(error).startswith("rank 1: ") for error in errors] == [True, False, True]
+    (told,) = {str(error) for error in errors}
+    assert told.startswith("rank 1: ")
     assert list(tmp_path.iterdir()) == []
 
 

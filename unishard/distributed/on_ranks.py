@@ -7,7 +7,7 @@ A KeyboardInterrupt or SystemExit stays what it is on its own rank; on the other
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -51,16 +51,7 @@ def on_all(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T:
         CheckpointError: On every rank, if the function failed on any; quotes the first rank that failed.
     """
     result, error = _attempt(act)
-    messages = ranks_of(group).gather(_message(error))
-    failed = [
-        f"rank {rank}: {message}" if len(messages) > 1 else message
-        for rank, message in enumerate(messages)
-        if message is not None
-    ]
-    _raise_interrupt(error)
-    if failed:
-        others = f" (and {len(failed) - 1} other ranks failed)" if len(failed) > 1 else ""
-        raise CheckpointError(failed[0] + others) from _shown(error)
+    _raise_failed(ranks_of(group).gather(_message(error)), error)
     return result  # type: ignore[return-value]
 
 
@@ -79,18 +70,13 @@ class Ranks(NamedTuple):
             All ranks' results, in rank order.
 
         Raises:
-            CheckpointError: It failed on another rank. A rank on which it failed raises its own error.
+            CheckpointError: On every rank, if it failed on any. A rank raises an error of another kind as it is.
         """
         result, error = _attempt(act)
         outcomes = self.gather((result, _message(error)))
-        _raise_interrupt(error)
-        if error is not None:
+        if error is not None and not isinstance(error, CheckpointError | OSError) and not _is_interrupt(error):
             raise error
-        failed = next(
-            (f"rank {rank}: {message}" for rank, (_, message) in enumerate(outcomes) if message is not None), None
-        )
-        if failed is not None:
-            raise CheckpointError(failed)
+        _raise_failed([message for _, message in outcomes], error)
         return [value for value, _ in outcomes]
 
 
@@ -113,6 +99,19 @@ def _attempt(act: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return act(), None
     except BaseException as error:  # any: the other ranks must hear of it, or they deadlock
         return None, error
+
+
+def _raise_failed(messages: Sequence[str | None], error: BaseException | None) -> None:
+    """Raise what any rank has failed with, in the same words on all, so that a launcher shows it once."""
+    _raise_interrupt(error)
+    failed = [
+        f"rank {rank}: {message}" if len(messages) > 1 else message
+        for rank, message in enumerate(messages)
+        if message is not None
+    ]
+    if failed:
+        others = f" (and {len(failed) - 1} other ranks failed)" if len(failed) > 1 else ""
+        raise CheckpointError(failed[0] + others) from _shown(error)
 
 
 def _is_interrupt(error: BaseException | None) -> bool:
