@@ -47,7 +47,7 @@ def set_reader(parameter: nn.Parameter, read: Reader) -> None:
 
 
 def _copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    copy: nn.Parameter = type(parameter).__deepcopy__(parameter, memo)
+    copy: nn.Parameter = type(parameter).__deepcopy__(parameter, memo)  # type: ignore[no-untyped-call]
     set_reader(copy, getattr(parameter, _READER))
     return copy
 
