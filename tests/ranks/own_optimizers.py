@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
+
 import torch
 
 
@@ -27,6 +29,15 @@ class Lamb(torch.optim.Optimizer):
                 update = state["mean"] * scale / (state["square"].sqrt() + 1e-6) + group["weight_decay"] * p
                 ratio = p.norm() / update.norm()
                 p.sub_(update * torch.where(ratio > 0, ratio, 1.0), alpha=group["lr"])
+
+
+class Tracing(Lamb):
+    """Keeps what no checkpoint has."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state["trace"] = object()
 
 
 class Centralized(torch.optim.SGD):
@@ -73,8 +84,9 @@ class Lookahead(torch.optim.Optimizer):
 
     def __init__(self, inner, k=2, alpha=0.5):
         self.inner, self.k, self.alpha, self.count = inner, k, alpha, 0
-        super().__init__(inner.param_groups, {})
-        self.param_groups = inner.param_groups
+        # As timm's, without torch's constructor.
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, defaultdict(dict)
         self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import assert_conforms, in_ranks, play, refused, values
 from harness.training import DEEP, EACH, MECHANISMS, config, curve, everyones, own_share, train
-from own_optimizers import MAKES, Lamb, Lookahead, Normalized, ScheduleFree
+from own_optimizers import MAKES, Lamb, Lookahead, Normalized, ScheduleFree, Tracing
 
 import unishard
 from unishard.testing import oracle
@@ -143,6 +143,47 @@ def test_an_update_that_needs_all_tensors_together_is_refused_where_no_rank_has_
         mlp(), configured(backend, "no_shard", 2), lambda params: Normalized(params, lr=0.1)
     ) as engine:
         assert train(engine, own_share(2))[-1][1].updated
+
+
+class Expert(torch.nn.Linear):
+    """A rank may skip it."""
+
+
+class Gated(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.expert = torch.nn.Linear(4, 4), Expert(4, 4)
+
+    def forward(self, words, asks):
+        hidden = self.always(words)
+        return (self.expert(hidden) if asks else hidden).square().mean()
+
+
+@in_ranks(cells=EACH)
+def test_weights_without_a_gradient_are_averaged_with_their_copies(backend):
+    model, words = Gated(), torch.arange(8.0).view(2, 4)
+    wanted = MAKES["lookahead"](model.parameters())
+    cfg = config(backend, {"strategy": "full_shard", "conditional_modules": ["Expert"]}, optimizer=None)
+    with unishard.prepare(Gated(), cfg, MAKES["lookahead"]) as engine:
+        for asks in (True, False, True):
+            model(words, asks).backward()
+            wanted.step()
+            model.zero_grad()
+            engine.backward(engine(words, asks))
+            engine.step()
+        found = {name: engine.weights.read(name) for name, _ in model.named_parameters()}
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(found[name], weight.detach())
+
+
+@in_ranks(cells=(("fsdp", "no_shard"), ("deepspeed", "full_shard")))
+def test_state_that_cannot_be_saved_is_said_before_the_first_step(backend, strategy, root):
+    sections = {"optimizer": None, "checkpoint": {"dir": f"{root}/{backend}"}}
+    message = refused(lambda: unishard.prepare(mlp(), config(backend, strategy, **sections), Tracing))
+    assert "optimizer: the state of Tracing cannot be saved, and checkpoint.dir is set" in message
+    with unishard.prepare(mlp(), config(backend, strategy, optimizer=None), Tracing) as engine:
+        assert train(engine, own_share(1))[0][1].updated
 
 
 @in_ranks(cells=EACH)

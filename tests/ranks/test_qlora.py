@@ -23,7 +23,7 @@ UPDATES = 4
 def adapted(folder, cfg):
     from transformers import AutoModelForCausalLM
 
-    return with_adapters(unishard.from_pretrained(AutoModelForCausalLM, folder, cfg))
+    return with_adapters(unishard.from_pretrained(AutoModelForCausalLM, folder, cfg), modules_to_save=["lm_head"])
 
 
 def own(parameter):
@@ -62,7 +62,8 @@ def second_half(backend, strategy, root):
 
 def in_one_process():
     """Losses of plain torch with layers of bitsandbytes."""
-    model = with_adapters(quantized_by_bitsandbytes(llama(intermediate_size=42), "nf4", double=True)).train()
+    base = quantized_by_bitsandbytes(llama(intermediate_size=42), "nf4", double=True)
+    model = with_adapters(base, modules_to_save=["lm_head"]).train()
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2, weight_decay=0)
     losses = []
     for turn in range(UPDATES):

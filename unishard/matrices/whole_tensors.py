@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -208,6 +208,8 @@ class WholeTensors(ShardOptimizer):
         if self._calls == sharing.calls:
             self._calls = 0
             if self._parts:  # else the update is skipped
+                if self._keeps_weights:  # it may write those without a gradient, too
+                    self._receive_weights(but={each.name for part in self._parts for each in part.matrices})
                 self._call(lambda: self.given.step())
                 self._send_back()
         return None
@@ -223,13 +225,13 @@ class WholeTensors(ShardOptimizer):
         self._sharing.written()
         return True
 
-    def _receive_weights(self) -> None:
-        """Get whole weights of all owned tensors, between two updates. Collective."""
+    def _receive_weights(self, but: Collection[str] = ()) -> None:
+        """Get whole weights of all owned tensors but those of some names, without gradients. Collective."""
         if self._sharing is None:
             return
-        places = {name: SteppedShard(shard.values) for name, shard in self._sharing.shards().items()}
+        places = {name: SteppedShard(shard.values) for name, shard in self._sharing.shards().items() if name not in but}
         for members in self._sharing.layout.values():
-            for _, each in groupby(members, key=lambda each: each.bucket):
+            for _, each in groupby((each for each in members if each.name in places), key=lambda each: each.bucket):
                 self._receive([*each], places, self._sharing, gradients=False)
 
     def _receive(

@@ -43,11 +43,17 @@ def quantized_by_bitsandbytes(model: nn.Module, word: str, *, double: bool = Fal
     return model
 
 
-def with_adapters(model: nn.Module) -> nn.Module:
-    """Add adapters that all have a gradient from the first step on, the same on every call."""
+def with_adapters(model: nn.Module, **more: Any) -> nn.Module:
+    """Add adapters that all have a gradient from the first step on, the same on every call.
+
+    Args:
+        model: Gets them.
+        more: Arguments of `LoraConfig`.
+    """
     from peft import LoraConfig, get_peft_model
 
-    adapters = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    adapters = LoraConfig(r=3, lora_alpha=8, target_modules=targets, init_lora_weights=False, **more)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # peft 0.21.2 asks transformers 5.23 by an old name (peft/peft_model.py).
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
