@@ -7,6 +7,8 @@ import warnings
 import pytest
 import torch
 from harness import BACKENDS, PAIRS, config, error, my_rank, play, values
+from torch import nn
+from torch.nn import functional
 
 import unishard
 from unishard.config import Sharding
@@ -105,10 +107,70 @@ def checkpointed(backend):
     return norms
 
 
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+class Tower(nn.Sequential):
+    pass
+
+
+class Seeing(nn.Module):
+    """A trained conditional tower before frozen layers, and a dropout that runs with it alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower, self.dropout = Tower(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8)), nn.Dropout(0.0)
+        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.embedding.requires_grad_(False)
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, ids, image):
+        x = self.embedding(ids)
+        if image is not None:
+            x = torch.cat([self.dropout(self.tower(image)), x[:, 2:]], 1)
+        for layer in self.layers:
+            x = layer(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
+
+
+def seeing():
+    torch.manual_seed(3)
+    return Seeing()
+
+
+def seen(update, rank):
+    """A batch; only one of the ranks has an image."""
+    generator = torch.Generator().manual_seed(10 * update + rank)
+    ids, image = torch.randint(0, 16, (2, 6), generator=generator), torch.randn(2, 2, 4, generator=generator)
+    return ids, image if (update + rank) % 2 else None
+
+
+def before_frozen(backend, strategy):
+    """Losses and norms of updates in which each rank leaves the tower out in turn."""
+    sharding = {"strategy": strategy, "conditional_modules": ["Tower"]}
+    if strategy == "full_shard" and backend == "fsdp":
+        sharding["prefetch_bucket_size"] = 0
+    found = []
+    with unishard.prepare(seeing(), config(backend, sharding)) as engine:
+        for update in range(3):
+            loss = engine(*seen(update, my_rank()))
+            engine.backward(loss)
+            found.append((engine.mean(loss), engine.step().grad_norm))
+    return found
+
+
 CELLS = PAIRS
 SCENARIOS = (
     *((function, cell) for function in (told, infinite) for cell in CELLS),
     *((function, (backend,)) for function in (interrupted, checkpointed) for backend in BACKENDS),
+    *((before_frozen, (backend, strategy)) for backend in BACKENDS for strategy in ("shard_grad_op", "full_shard")),
     *((held, (backend, "full_shard")) for backend in BACKENDS),
     *(
         (units, (backend, *case))
@@ -157,6 +219,25 @@ def test_the_gradient_of_what_nobody_used_is_zero_whatever_its_value(cell):
 def test_experts_may_be_recomputed(backend):
     for norms in played(checkpointed, backend):
         assert norms[:3] == norms[3:]
+
+
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "full_shard"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_may_leave_out_a_tower_before_frozen_layers(backend, strategy):
+    model = seeing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expected = []
+    for update in range(3):
+        losses = [model(*seen(update, rank)) for rank in range(2)]
+        (sum(losses) / 2).backward()
+        trained = [each.grad for each in model.parameters() if each.grad is not None]
+        expected.append((sum(losses).item() / 2, torch.nn.utils.get_total_norm(trained).item()))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    for found in played(before_frozen, backend, strategy):
+        for (loss, norm), (wanted, wanted_norm) in zip(found, expected, strict=True):
+            assert loss == pytest.approx(wanted, rel=1e-6)
+            assert norm == pytest.approx(wanted_norm, rel=1e-5)
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -125,6 +125,36 @@ def skipped_by_ranks(backend):
         return units, norm, engine.weights.read("tower.layers.0.up.weight").sum().item()
 
 
+class Bare(nn.Module):
+    """Units that are bare layers, beside a tower that a rank may skip."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.inp, self.out = nn.Linear(4, 8), nn.Linear(8, 5)
+        self.tower = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x, use):
+        x = self.inp(x)
+        return self.out(x + self.tower(x) if use else x).square().mean()
+
+
+def bare_batch(turn, rank):
+    """Rank 1 skips the tower from the second update on."""
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * turn + rank)), rank == 0 or not turn
+
+
+def skipped_beside_bare_layers(backend):
+    """Losses and norms; without the comparison of calls."""
+    found = []
+    with unishard.prepare(Bare(), config(backend, {"strategy": "full_shard", "replicate": ["tower"]})) as engine:
+        for turn in range(3):
+            loss = engine(*bare_batch(turn, my_rank()))
+            engine.backward(loss)
+            found.append((engine.mean(loss), engine.step().grad_norm))
+    return found
+
+
 def frozen_later(backend):
     """A replicated parameter that is frozen for one window stays as it is."""
     with unishard.prepare(MODELS["mlp"].build(), cfg_of(backend, precision="bf16")) as engine:
@@ -190,7 +220,14 @@ SCENARIOS = (
     *((gradients, (backend, "fp32")) for backend in BACKENDS),
     *(
         (scenario, (backend,))
-        for scenario in (several_backwards, overflowing, skipped_by_ranks, frozen_later, inferred)
+        for scenario in (
+            several_backwards,
+            overflowing,
+            skipped_by_ranks,
+            skipped_beside_bare_layers,
+            frozen_later,
+            inferred,
+        )
         for backend in BACKENDS
     ),
 )
@@ -232,6 +269,24 @@ def test_ranks_may_skip_a_replicated_tower_which_has_no_units(backend):
     first, second = played(skipped_by_ranks, backend)
     assert first == second
     assert not [name for name in first[0] if name.startswith("tower")]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_may_skip_a_replicated_tower_beside_bare_layers(backend):
+    model = Bare()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expected = []
+    for turn in range(3):
+        losses = [model(*bare_batch(turn, rank)) for rank in range(2)]
+        (sum(losses) / 2).backward()
+        norm = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()])
+        expected.append((sum(losses).item() / 2, norm.item()))
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in played(skipped_beside_bare_layers, backend):
+        for (loss, norm), (wanted, wanted_norm) in zip(found, expected, strict=True):
+            assert loss == pytest.approx(wanted, rel=1e-6)
+            assert norm == pytest.approx(wanted_norm, rel=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
