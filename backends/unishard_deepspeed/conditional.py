@@ -52,6 +52,7 @@ class ConditionalModules:
             self._gathered = [parameter for parameter in every if not is_replicated(parameter)]
             remove_hooks(engine.optimizer, [inner for module in outside for inner in module.modules()])
         if self.parameters and kind == "stage-3":
+            remove_hooks(engine.optimizer, (each for each in engine.module.modules() if _is_empty(each)))
             optional = set(self.parameters)
             gathered = [*map(engine.module.get_submodule, units), *(unit.module for unit in self.entered)]
             _need_gradients(module for module in gathered if optional.issuperset(_trained(module)))
@@ -86,6 +87,11 @@ def entered_modules(model: nn.Module, *names: Sequence[str]) -> list[Unit]:
         and name not in known
         and not _is_inside(name, known)
     ]
+
+
+def _is_empty(module: nn.Module) -> bool:
+    """Whether there is nothing to gather, as of a dropout that a rank leaves out with what is before it."""
+    return next(module.parameters(), None) is None
 
 
 def _trained(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -40,8 +40,11 @@ class Pass:
 class BackwardOrder:
     """Hands the token from module to module, and adds its backward to that of a loss."""
 
-    def __init__(self, root: nn.Module, device: torch.device) -> None:
+    def __init__(self, root: nn.Module, device: torch.device, *, differs: bool) -> None:
         self._root = root
+        self.differs = differs
+        """Whether ranks may run other modules: a frozen one behind them is gathered on all, also if nothing before it
+        trains on this rank."""
         self._first = torch.empty(0, device=device, requires_grad=True)
         self.token: Tensor | None = None
         """As the module that runs has taken it, or the one before has returned it; None outside a forward."""

@@ -50,7 +50,7 @@ def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     collective_settings.require_device(vars(native), device)
     if any(is_kept(parameter) for parameter in model.parameters()):
         PRIVATE_API["kept-parameters"].require()
-    forwards = UnitForwards(model, device)
+    forwards = UnitForwards(model, device, differs=bool(units.conditional))
     numbers.read_in_full()
     if optimizer is None:
         fully = cast(options.FullyShard, native)

@@ -139,7 +139,11 @@ class UnitForward:
         # A hook cannot return None in place of another output.
         if token is None or output is None or not torch.is_grad_enabled():
             return output
-        has_graph = any(map(_requires_grad, self._leaves.values())) or any(map(_requires_grad, tensors_in(output)))
+        has_graph = (
+            self._order.differs
+            or any(map(_requires_grad, self._leaves.values()))
+            or any(map(_requires_grad, tensors_in(output)))
+        )
         self._returned = has_graph
         return (output, token.clone()) if has_graph else output
 
@@ -156,8 +160,8 @@ class UnitForward:
 class UnitForwards:
     """The hooks of all sharded modules of a model."""
 
-    def __init__(self, root: nn.Module, device: torch.device) -> None:
-        self.order = BackwardOrder(root, device)
+    def __init__(self, root: nn.Module, device: torch.device, *, differs: bool = False) -> None:
+        self.order = BackwardOrder(root, device, differs=differs)
         self.leaves: dict[str, Tensor] = {}
         """The gathered parameters, on which autograd accumulates; those that have been gathered."""
         self._prefixes = {module: f"{name}." if name else "" for name, module in root.named_modules()}

@@ -155,8 +155,6 @@ def seen(update, rank):
 def before_frozen(backend, strategy):
     """Losses and norms of updates in which each rank leaves the tower out in turn."""
     sharding = {"strategy": strategy, "conditional_modules": ["Tower"]}
-    if strategy == "full_shard" and backend == "fsdp":
-        sharding["prefetch_bucket_size"] = 0
     found = []
     with unishard.prepare(seeing(), config(backend, sharding)) as engine:
         for update in range(3):
