@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, cast, final
 
@@ -156,10 +156,11 @@ class FSDPAdapter(EngineAdapter):
         if self._stale_dtypes:
             self._refresh_trainable()
             self._stale_dtypes = not self._toggled.all_trainable()
+        reshards = self._reshards_in_backward and self._last
         with (
             self._replicated.backward(last=self._last),
             self._unreduced.backward(last=self._last),
-            self._unsharded.resharding(self._modules(), needed=self._reshards_in_backward and self._last),
+            self._unsharded.resharding(self._modules()) if reshards else nullcontext(),
         ):
             self._forwards.order.backward(loss)
             self._unsharded.reduce_late()

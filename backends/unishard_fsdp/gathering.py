@@ -82,9 +82,9 @@ class UnshardedModules:
             owner.set_reshard_after_backward(reshard, recurse=False)
 
     @contextmanager
-    def resharding(self, modules: Iterable[Any], *, needed: bool) -> Iterator[None]:
-        """A block whose backward reshards modules, if needed, but not those that are to stay gathered."""
-        owners = [module for module in modules if needed and module not in self._open]
+    def resharding(self, modules: Iterable[Any]) -> Iterator[None]:
+        """A block whose backward reshards modules, but not those that are to stay gathered."""
+        owners = [module for module in modules if module not in self._open]
         for owner in owners:
             owner.set_reshard_after_backward(True, recurse=False)
         try:

@@ -36,9 +36,9 @@ def of(backend, strategy):
 
 PLAIN = {
     ("fsdp", "no_shard"): 178,
-    ("fsdp", "shard_grad_op"): 290,
-    ("fsdp", "full_shard"): 290,
-    ("deepspeed", "no_shard"): 202,
+    ("fsdp", "shard_grad_op"): 310,
+    ("fsdp", "full_shard"): 305,
+    ("deepspeed", "no_shard"): 214,
     ("deepspeed", "shard_grad_op"): 202,
     ("deepspeed", "full_shard"): 285,
 }

@@ -90,6 +90,7 @@ def own(backend, place, name):
             if isinstance(engine._adapter.optimizer, torch.optim.Optimizer)
             else engine._adapter.optimizer.optimizer
         )
+        inner = vars(inner).get("given", inner)  # one that counts its steps makes one for whole tensors
         state = [
             value
             for entry in inner.state.values()

@@ -187,9 +187,10 @@ class _Shown:
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(function, "__name__", "")
-        name = function.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else name
+        of_attribute = name in ("__get__", "__set__", "__delete__")
+        name = function.__self__.__name__ if of_attribute else name
         kwargs = kwargs or {}
-        if name == "grad":
+        if of_attribute and name == "grad":
             parameter = _parameter_of(args[0])
             shown = getattr(parameter, _SCRIPT).gradient(parameter)
             if shown is not None and len(args) == 1:

@@ -79,7 +79,9 @@ class Autosave:
         Args:
             updates: The number of updates made.
         """
-        for number in [number for number in self._watched if _is_users(signal.getsignal(number))]:
+        for number in tuple(self._watched):
+            if not _is_users(signal.getsignal(number)):
+                continue
             self._watched.discard(number)
             _say(
                 "%s has another handler since prepare, %s: a save follows only if that calls the one before it, which "
