@@ -98,9 +98,10 @@ class DeepSpeedAdapter(EngineAdapter):
             engine.optimizer, inner, self._unused.masters, self._shards, self._kind
         )
         self.forward_is_collective = stage == 3
-        # ZeRO steps one group after another, stage 3 also parts of groups.
-        self.calls_in_update = len(groups_of_masters(engine.optimizer, inner, self._kind)) if stage else 1
-        self._steps_late = self.calls_in_update > 1 and getattr(inner.optimizer, "steps_late", False)
+        if stage and getattr(inner.optimizer, "steps_late", False):
+            # ZeRO steps one group after another, stage 3 also parts of groups.
+            self.calls_in_update = len(groups_of_masters(engine.optimizer, inner, self._kind))
+        self._steps_late = self.calls_in_update > 1
         self.reduces_each_backward = stage >= 2
         # Before DeepSpeed's hooks on the outputs, which fail at some stages if a backward is not the engine's.
         # A function, not a method: copying the model, for example to average weights, must not copy the engine.

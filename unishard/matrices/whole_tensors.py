@@ -40,6 +40,8 @@ class Needs(NamedTuple):
     shapes."""
     by_tensor: bool = True
     """Whether the update of a tensor needs no other tensor."""
+    only_owned: bool = False
+    """Whether it steps no tensors that another rank owns, which have no elements and no gradient."""
     unknown: str = ""
     """Why it could not be asked."""
     unsaved: str = ""
@@ -281,7 +283,8 @@ class WholeTensors(ShardOptimizer):
         hooks = {name: vars(self.given)[name] for name in HOOKS}
         vars(self.given).update({name: OrderedDict() for name in HOOKS})  # they were called on what the engine steps
         for group, names in self._places:
-            group["params"] = [self.tensors[name] for name in names]
+            every = [self.tensors[name] for name in names]
+            group["params"] = [each for each in every if each.numel()] if self.needs.only_owned else every
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from unishard.contract.adapter import EngineAdapter
+from unishard.distributed.nested_optimizers import optimizers_in
 from unishard.matrices.whole_tensors import WholeTensors
 
 
@@ -39,3 +40,9 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def clear(self) -> None:
+        """Forget the state of all parameters."""
+        optimizer: Any = self._adapter.torch_optimizer
+        for each in optimizers_in(optimizer.given if isinstance(optimizer, WholeTensors) else optimizer):
+            each.state.clear()

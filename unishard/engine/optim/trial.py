@@ -128,7 +128,10 @@ class _Trial:
 
         if not counts and _succeeds(lambda: alike(self._in_rows)) and _succeeds(lambda: alike(self._in_flat_parts)):
             return Needs(element_wise=True)
-        return Needs(element_wise=False, by_tensor=alike(self._by_owners), unsaved=self._unsaved)
+        if _succeeds(lambda: alike(self._by_owners)):
+            return Needs(element_wise=False, unsaved=self._unsaved)
+        by_tensor = alike(lambda: self._by_owners(only_owned=True))
+        return Needs(element_wise=False, by_tensor=by_tensor, only_owned=True, unsaved=self._unsaved)
 
     def _difference(self, some: Sequence[Tensor], whole: Sequence[Tensor]) -> float:
         """The largest one of a tensor, by the size of its update."""
@@ -210,8 +213,8 @@ class _Trial:
         discard(optimizer)
         return [each.detach() for each in tensors]
 
-    def _by_owners(self) -> list[Tensor]:
-        """As owners step: some tensors on each, of the others nothing."""
+    def _by_owners(self, *, only_owned: bool = False) -> list[Tensor]:
+        """As owners step: some tensors on each, of the others nothing, or tensors without elements."""
         result = [each.clone() for each in self._start]
         for owner in (0, 1):
             tensors = [
@@ -219,6 +222,8 @@ class _Trial:
                 for number, each in enumerate(self._start)
             ]
             optimizer = self._new(tensors)
+            for group in groups_in(optimizer) if only_owned else ():
+                group["params"] = [each for each in group["params"] if each.numel()]
             for gradients in self._gradients:
                 for tensor, gradient in list(zip(tensors, gradients, strict=True))[owner::2]:
                     tensor.grad = gradient.clone()
