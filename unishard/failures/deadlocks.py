@@ -180,11 +180,12 @@ class DeadlockDetector:
     def __init__(self) -> None:
         self._warned: set[tuple[int, int]] = set()
 
-    def __call__(self, sent: Mapping[int, tuple[float, Any]]) -> Diagnosis:
+    def __call__(self, sent: Mapping[int, tuple[float, Any]], *, all_live: bool = True) -> Diagnosis:
         """Decide whether the ranks wait for each other, and which of them are late.
 
         Args:
             sent: Of every rank that lives, the seconds since it has sent its status, and that.
+            all_live: Whether these are all ranks; else the others are told of those that have ended.
         """
         statuses = {
             rank: Standstill(tail_from(tail), *rest)._replace(age=age) for rank, (age, (tail, *rest)) in sent.items()
@@ -194,7 +195,7 @@ class DeadlockDetector:
             return Diagnosis(different_calls(tails, {}))
         places = {rank: status.place for rank, status in statuses.items()}
         where = describe(places, (), "")
-        if problem := _deadlock(statuses):
+        if problem := _deadlock(statuses, all_live=all_live):
             if raised := _raised(tails, min(tail.number for tail in tails.values())):
                 return Diagnosis(_because(raised, places, (), ""))
             return Diagnosis(f"{problem}: {where}")
@@ -233,7 +234,7 @@ def _too_late(statuses: Mapping[int, Standstill]) -> str:
     )
 
 
-def _deadlock(statuses: Mapping[int, Standstill]) -> str:
+def _deadlock(statuses: Mapping[int, Standstill], *, all_live: bool) -> str:
     """What is wrong if no rank can go on; empty if one might.
 
     Where all ranks wait at one moment at which no data is on its way, all wait forever. A rank that is late computes; a
@@ -258,7 +259,7 @@ def _deadlock(statuses: Mapping[int, Standstill]) -> str:
     ):
         return _DEADLOCK
     alone = all(status.doing != LEFT and status.gloo and (status.inside or not status.threads) for status in standing)
-    return _STILL if alone and together >= _SLOWEST * patience else ""
+    return _STILL if all_live and alone and together >= _SLOWEST * patience else ""
 
 
 def _never_comes(other: Standstill, waiting: Standstill) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,9 +14,10 @@ from unishard.config.loading.placeholders import placeholder
 from unishard.config.loading.undecided import check_text
 from unishard.config.nested import is_within, nested
 from unishard.config.topology import Topology
+from unishard.config.unused import why_unused
 from unishard.contract import registry
 from unishard.contract.rules import Fit
-from unishard.errors import ConfigError, Problem
+from unishard.errors import ConfigError, Problem, UnusedFieldWarning
 from unishard.formats.reading import ReadDocument
 from unishard.formats.unishard.format import described
 
@@ -141,7 +143,12 @@ class Draft:
         """The config with these changes, after leaving out what they make meaningless and adding what they need."""
         while True:
             try:
-                return check_text(self.text or "{}", "the new config", changes)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UnusedFieldWarning)  # they leave the file, too
+                    config = check_text(self.text or "{}", "the new config", changes)
+                for path in [path for path in self.values if path in _FIELDS and why_unused(config, path)]:
+                    del self.values[path]
+                return config
             except ConfigError as error:
                 faults = [problem.path for problem in error.problems]
                 stale = [path for path in faults if path in self.values and not is_within(path, paths)]
