@@ -121,7 +121,7 @@ class Tower(nn.Sequential):
 
 
 class Seeing(nn.Module):
-    """A trained conditional tower before frozen layers, and a dropout that runs with it alone."""
+    """A trained conditional tower before frozen layers, and a dropout that runs only with it."""
 
     def __init__(self):
         super().__init__()

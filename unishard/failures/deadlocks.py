@@ -258,8 +258,10 @@ def _deadlock(statuses: Mapping[int, Standstill], *, all_live: bool) -> str:
         if status.waits_for(another) and (other.doing != WAITS or other.waits_for(rank))
     ):
         return _DEADLOCK
-    alone = all(status.doing != LEFT and status.gloo and (status.inside or not status.threads) for status in standing)
-    return _STILL if all_live and alone and together >= _SLOWEST * patience else ""
+    on_ranks = all(
+        status.doing != LEFT and status.gloo and (status.inside or not status.threads) for status in standing
+    )
+    return _STILL if all_live and on_ranks and together >= _SLOWEST * patience else ""
 
 
 def _never_comes(other: Standstill, waiting: Standstill) -> bool:

@@ -1,6 +1,6 @@
 """Finds the module that mixes positions: the first that makes another thing of the same.
 
-Forwards over the positions of all parts follow the one over this rank's alone. What each module puts out of these
+Forwards over the positions of all parts follow the one over this rank's only. What each module puts out of these
 positions is compared, and where it is only rounded in another way it is set to what it was. So the next module takes
 the same bits; nothing that was rounded adds up or sends a token to other experts, and what differs is proof.
 """
@@ -76,7 +76,7 @@ class _Followed:
     def __init__(self, model: nn.Module, share: PartOfAll, part: Callable[[], Any]) -> None:
         self._model, self._share = model, share
         self.parts: dict[Key, _Call] = {}
-        """Of the forward over this rank's positions alone, in the order in which modules end."""
+        """Of the forward over only this rank's positions, in the order in which modules end."""
         self._wholes: dict[Key, _Call] = {}
         """Of the first one over all: what was made of this rank's."""
         self._rounded: set[Key] = set()
@@ -87,7 +87,7 @@ class _Followed:
         self._low = min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
 
     def follow(self, run: Callable[[], Any], place: int) -> set[Key]:
-        """The calls of modules that make another thing of the same: first than alone, then than among the others.
+        """The calls of modules that make another thing of the same: first than its part did, then than among the others.
 
         Args:
             run: Runs the positions of all ranks.
@@ -97,11 +97,11 @@ class _Followed:
         first = not self._wholes
 
         def at_end(key: Key, taken: Any, made: Any) -> Any:
-            alone, before = self.parts.get(key), self._wholes.get(key)
-            if alone is None or (before is None and not first):
+            part_only, before = self.parts.get(key), self._wholes.get(key)
+            if part_only is None or (before is None and not first):
                 return None
-            inputs = self._pairs(taken, alone.inputs, before and before.inputs, place)
-            output = self._pairs(made, alone.output, before and before.output, place)
+            inputs = self._pairs(taken, part_only.inputs, before and before.inputs, place)
+            output = self._pairs(made, part_only.output, before and before.output, place)
             if first:
                 self._wholes[key] = _Call([each.here for each in inputs], [each.here for each in output])
             if not all(self._same(each, first) for each in output if _counts(key, each, first)):
@@ -111,7 +111,7 @@ class _Followed:
                 return None
             if first:
                 self._rounded.add(key)
-            return self._set(made, alone.output, place) if key in self._rounded else None
+            return self._set(made, part_only.output, place) if key in self._rounded else None
 
         with at_ends(self._model, at_end):
             run()
@@ -120,9 +120,9 @@ class _Followed:
     def _keep(self, key: Key, taken: Any, made: Any) -> None:
         self.parts[key] = _Call(*([each.to("cpu", copy=True) for each in tensors_in(value)] for value in (taken, made)))
 
-    def _pairs(self, value: Any, alone: list[Tensor], before: list[Tensor] | None, place: int) -> list[_Pair]:
+    def _pairs(self, value: Any, part_only: list[Tensor], before: list[Tensor] | None, place: int) -> list[_Pair]:
         pairs = []
-        for number, (tensor, part) in enumerate(zip(tensors_in(value), alone, strict=False)):
+        for number, (tensor, part) in enumerate(zip(tensors_in(value), part_only, strict=False)):
             here, there = own(tensor, part, self._share, place)
             there = there if before is None else before[number]
             pairs.append(_Pair(here.to("cpu", copy=True), there, dimension(tensor, part, self._share) is not None))
@@ -131,9 +131,9 @@ class _Followed:
     def _same(self, pair: _Pair, first: bool) -> bool:
         return same(pair.here, pair.before, OTHER_SHAPES if first else SAME_SHAPES, self._low)
 
-    def _set(self, made: Any, alone: list[Tensor], place: int) -> Any:
-        """What a module made, with that of this rank's positions as it was alone."""
-        parts = iter(alone)
+    def _set(self, made: Any, part_only: list[Tensor], place: int) -> Any:
+        """What a module made, with what it made of only this rank's positions."""
+        parts = iter(part_only)
 
         def changed(tensor: Tensor) -> Tensor:
             part = next(parts, None)

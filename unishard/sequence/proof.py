@@ -82,8 +82,8 @@ def prove(
         before = kept_losses(model)
         if (mixing := runs.mixing(model)) is not None:
             raise _refusal(model, forward, kwargs, mixing)
-        alone, every = (partial(runs.made, probe) for probe in _sorted(part, runs.whole, share))
-        return () if again else of_parts_alone(model, before, alone, every, group)
+        part_only, every = (partial(runs.made, probe) for probe in _sorted(part, runs.whole, share))
+        return () if again else of_parts_alone(model, before, part_only, every, group)
 
 
 class _Runs:
@@ -115,10 +115,10 @@ class _Runs:
 
     def _alone(self) -> bool:
         """Whether each position is by itself, wherever it is: the output says it. Collective."""
-        alone, *among = (list(tensors_in(self.made(probe))) for probe in self._probes[: 3 if self._again else 4])
+        part_only, *among = (list(tensors_in(self.made(probe))) for probe in self._probes[: 3 if self._again else 4])
         places = (self._share.rank, self._share.rank, self._share.next_rank)
         whole, *others = (
-            [own(*pair, self._share, place) for pair in zip(made, alone, strict=False)]
+            [own(*pair, self._share, place) for pair in zip(made, part_only, strict=False)]
             for made, place in zip(among, places, strict=False)
         )
         equal = (self._again or all(same(here, there, OTHER_SHAPES) for here, there in whole)) and all(
@@ -127,7 +127,7 @@ class _Runs:
             for (first, _), (second, _) in zip(whole, other, strict=False)
             if first.dim() >= _OF_ROWS
         )
-        return _on_all(equal and len({len(alone), *map(len, among)}) == 1)
+        return _on_all(equal and len({len(part_only), *map(len, among)}) == 1)
 
     def _first_mixing(self, model: nn.Module, *, only_other: bool) -> Mixing | None:
         """As the first rank with one finds it. Collective."""

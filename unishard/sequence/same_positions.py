@@ -50,7 +50,7 @@ def rows(tensor: Tensor, dim: int, share: PartOfAll, place: int) -> Tensor:
 
 
 def own(whole: Tensor, part: Tensor, share: PartOfAll, place: int) -> tuple[Tensor, Tensor]:
-    """What was made of a part's positions, among all and alone; all of it, where it has no positions."""
+    """What was made of a part's positions, among all and of the part only; all of it, where it has no positions."""
     dim = dimension(whole, part, share)
     if dim is None:
         return whole, part

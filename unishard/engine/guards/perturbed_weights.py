@@ -40,14 +40,14 @@ def perturbed_weights(adapter: EngineAdapter, place: LoopState) -> Iterator[None
     kept = [shard.values.clone() for shard in shards]
     numbers = torch.randn(_PERIOD, generator=torch.Generator().manual_seed(0)).to(adapter.device)
     _write(adapter, place, shards, [_perturbed(shard, numbers) for shard in shards])
-    alone = False
+    others_follow = True
     try:
         yield
     except Exception as error:  # of which other ranks may not know
-        alone = isinstance(error, torch.OutOfMemoryError) or is_lost_connection(error)
+        others_follow = not (isinstance(error, torch.OutOfMemoryError) or is_lost_connection(error))
         raise
     finally:
-        if not alone:
+        if others_follow:
             _write(adapter, place, shards, kept)
 
 
