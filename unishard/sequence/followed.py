@@ -87,7 +87,7 @@ class _Followed:
         self._low = min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
 
     def follow(self, run: Callable[[], Any], place: int) -> set[Key]:
-        """The calls of modules that make another thing of the same: first than its part did, then than among the others.
+        """The calls of modules that make another thing of the same inputs: first than of the part only, then of all.
 
         Args:
             run: Runs the positions of all ranks.
