@@ -240,6 +240,8 @@ def test_no_tensor_grows_with_the_square_of_the_sequence(backend, method, name):
         patch.setattr(tiles, "_BLOCK", 128)
         _largest(engine, 256, 1)  # the proof, once
         packed = [_largest(engine, length, length // 64) for length in (512, 1024)]
+        for _ in range(2):  # the last of its looks for a while
+            _largest(engine, 256, 1)
         one = [_largest(engine, length, 1) for length in (512, 1024)]
     assert packed[1] <= 2 * packed[0]
     assert packed[1] < 1024 * 1024 / 4

@@ -11,12 +11,16 @@ from unishard.engine.guards.guard import Guard, LoopState
 from unishard.engine.guards.perturbed_weights import perturbed_weights
 from unishard.sequence.split_sequences import SplitSequences
 
+_APART = 8
+"""Updates between two looks, at most; before, as many as there were until the first of them."""
+
 
 class MixedPositions(Guard):
     """Refuses a model in which something other than attention looks at other positions.
 
-    Before the first forward with weights of which none is zero, for those that begin there; later, at the begin of
-    windows that `Sampling` chooses, with those of the model: whether other tokens elsewhere change anything.
+    Before the first forward with weights of which none is zero, for those that begin there; later, at the beginning of
+    windows that `Sampling` chooses, with those of the model: whether other tokens elsewhere change anything. Such a
+    look costs two forwards, so of the first updates it takes the second, the third, the fifth and the ninth.
 
     Without it: a convolution, a state space or a pooling head sees only this rank's part, and trains wrongly in
     silence.
@@ -25,10 +29,15 @@ class MixedPositions(Guard):
     def __init__(self, adapter: EngineAdapter, sequences: SplitSequences, place: LoopState) -> None:
         self._adapter, self._sequences, self._place = adapter, sequences, place
         self._proved = self._due = False
+        self._next = 0
+        """The number of updates before which it does not look again."""
 
     def before_forward(self) -> None:
         """Learn where the loop is."""
-        self._due = not self._proved or (self._place.looks_at_update and self._place.begins_window)
+        place = self._place
+        self._due = not self._proved or (place.looks_at_update and place.begins_window and place.updates >= self._next)
+        if self._due:
+            self._next = place.updates + min(max(place.updates, 1), _APART)
 
     @contextmanager
     def forward(self, inputs: Any) -> Iterator[None]:
