@@ -52,7 +52,7 @@ def status(
 
 
 def test_a_difference_of_before_is_told_with_what_to_do() -> None:
-    verdict = DeadlockDetector()({0: status(BUSY, "a", SAVE, "b"), 1: status(BUSY, "a", FORWARD, "b")}).abort_reason
+    verdict = DeadlockDetector(2)({0: status(BUSY, "a", SAVE, "b"), 1: status(BUSY, "a", FORWARD, "b")}).abort_reason
     assert (
         f"rank 0 {SAVE}; rank 1 {FORWARD}; they have trained on since, perhaps differently: go back to a checkpoint"
         in verdict
@@ -81,11 +81,11 @@ def test_ranks_that_wait_for_each_other_in_vain(ranks: list[tuple[str, int, bool
     statuses = {
         rank: status(doing, *calls[:number], inside=inside) for rank, (doing, number, inside) in enumerate(ranks)
     }
-    assert bool(DeadlockDetector()(statuses).abort_reason) is deadlock
+    assert bool(DeadlockDetector(len(ranks))(statuses).abort_reason) is deadlock
     fresh = {rank: (age, [*each[:4], 1.0, *each[5:]]) for rank, (age, each) in statuses.items()}
-    assert DeadlockDetector()(fresh).abort_reason == "", "they have just come there"
+    assert DeadlockDetector(len(ranks))(fresh).abort_reason == "", "they have just come there"
     moving = {rank: (age, [*each[:8], 1.0, *each[9:]]) for rank, (age, each) in statuses.items()}
-    assert DeadlockDetector()(moving).abort_reason == "", "a transfer"
+    assert DeadlockDetector(len(ranks))(moving).abort_reason == "", "a transfer"
 
 
 @pytest.mark.parametrize(
@@ -95,17 +95,17 @@ def test_ranks_wait_for_each_other_only_in_a_collective_that_both_join(
     outside: tuple[int, ...], deadlock: bool
 ) -> None:
     waits = {rank: status(WAITS, "a", inside=False, group=outside) for rank in (0, 2)}
-    assert bool(DeadlockDetector()(waits | {1: status(MEETS, "a", "b")}).abort_reason) is deadlock
+    assert bool(DeadlockDetector(3)(waits | {1: status(MEETS, "a", "b")}).abort_reason) is deadlock
     assert (
-        bool(DeadlockDetector()(waits | {1: status(WAITS, "a", "b", group=outside and (0, 1))}).abort_reason)
+        bool(DeadlockDetector(3)(waits | {1: status(WAITS, "a", "b", group=outside and (0, 1))}).abort_reason)
         is deadlock
     )
 
 
 def test_a_rank_whose_own_threads_may_join_what_another_one_waits_in_is_waited_for() -> None:
     waits = status(WAITS, "a", inside=False)
-    assert DeadlockDetector()({0: waits, 1: status(MEETS, "a", "b")}).abort_reason
-    assert not DeadlockDetector()({0: waits, 1: status(MEETS, "a", "b", threads=True)}).abort_reason
+    assert DeadlockDetector(2)({0: waits, 1: status(MEETS, "a", "b")}).abort_reason
+    assert not DeadlockDetector(2)({0: waits, 1: status(MEETS, "a", "b", threads=True)}).abort_reason
 
 
 @pytest.mark.parametrize("doing", [MEETS, WAITS])
@@ -116,7 +116,7 @@ def test_a_collective_of_another_call_is_waited_for_longer_than_one_that_is_slow
             rank: status(does, *calls[:number], seconds=61.0)
             for rank, (does, number) in enumerate([(doing, first), (WAITS, second)])
         }
-        return DeadlockDetector()(statuses).abort_reason
+        return DeadlockDetector(2)(statuses).abort_reason
 
     assert (
         verdict(3, 2)
@@ -126,7 +126,7 @@ def test_a_collective_of_another_call_is_waited_for_longer_than_one_that_is_slow
 
 
 def found(*statuses: Any) -> str:
-    return DeadlockDetector()(dict(enumerate(statuses))).abort_reason
+    return DeadlockDetector(2)(dict(enumerate(statuses))).abort_reason
 
 
 def test_ranks_that_all_wait_while_nothing_moves_are_told_after_six_timeouts() -> None:
@@ -145,6 +145,8 @@ def test_ranks_that_all_wait_while_nothing_moves_are_told_after_six_timeouts() -
     assert two(threads=True) == "", "its thread may send"
     assert two(threads=True, inside=True), "no thread of the user's makes calls of an engine"
     assert two(gloo=False) == "", "its device may compute"
+    last = {1: status(WAITS, "a", seconds=61.0)}
+    assert DeadlockDetector(2)(last).abort_reason == "", "the other one has ended, of which it is told"
 
 
 def test_only_ranks_that_are_known_to_wait_at_one_time_wait_for_each_other() -> None:
@@ -155,7 +157,7 @@ def test_only_ranks_that_are_known_to_wait_at_one_time_wait_for_each_other() -> 
 
 
 def test_the_first_rank_that_waits_is_told_once_where_the_late_ones_are() -> None:
-    detect = DeadlockDetector()
+    detect = DeadlockDetector(3)
     late = status(BUSY, "a", inside=False, place="is at train.py:33 in load, outside unishard")
     statuses = {0: late, 1: status(MEETS, "a", SAVE), 2: status(MEETS, "a", SAVE)}
     said = (
@@ -181,11 +183,11 @@ def test_a_rank_that_is_later_than_the_timeout_is_named_first() -> None:
 
 def test_late_ranks_are_told_to_one_that_waits_in_a_collective_too() -> None:
     late = status(BUSY, "a", place="is in engine.forward (update 13) at model.py:7 in forward")
-    told = DeadlockDetector()({0: status(WAITS, "a"), 1: late}).late
+    told = DeadlockDetector(2)({0: status(WAITS, "a"), 1: late}).late
     assert told == {
         0: "has waited 12 s for other ranks: rank 0 a; rank 1 is in engine.forward (update 13) at model.py:7 in forward"
     }
-    assert DeadlockDetector()({rank: status(WAITS, "a") for rank in (0, 1)}) == Diagnosis(), "a slow network"
+    assert DeadlockDetector(2)({rank: status(WAITS, "a") for rank in (0, 1)}) == Diagnosis(), "a slow network"
 
 
 def test_a_rank_that_is_gone_is_told_with_its_error_or_with_its_last_call() -> None:

@@ -102,7 +102,7 @@ def test_what_all_ranks_say_alike_is_one_short_line_to_each() -> None:
 def test_the_detector_hears_of_all_ranks_once_and_not_at_each_status() -> None:
     asked: list[int] = []
 
-    def detect(statuses: Any, *, all_live: bool) -> Diagnosis:
+    def detect(statuses: Any) -> Diagnosis:
         asked.append(len(statuses))
         return Diagnosis()
 

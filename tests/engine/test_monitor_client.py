@@ -155,7 +155,7 @@ def test_a_rank_that_cannot_connect_is_not_waited_for() -> None:
 def test_the_detector_hears_of_ranks_that_all_stand_still_and_is_heard_by_all() -> None:
     asked: list[Any] = []
 
-    def detect(statuses: Any, *, all_live: bool) -> Diagnosis:
+    def detect(statuses: Any) -> Diagnosis:
         asked.append({rank: said for rank, (_, said) in statuses.items()})
         assert all(0 <= age < 60 for age, _ in statuses.values())
         return Diagnosis("no rank can go on" if asked[-1][1] == "stuck" else "")

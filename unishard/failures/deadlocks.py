@@ -177,15 +177,16 @@ def _last_common(tails: Mapping[int, RecentCalls], at: int) -> str:
 class DeadlockDetector:
     """Looks for a deadlock once all living ranks stand still. Runs on rank 0, in the monitor's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        """Detect deadlocks of so many ranks."""
+        self._size = size
         self._warned: set[tuple[int, int]] = set()
 
-    def __call__(self, sent: Mapping[int, tuple[float, Any]], *, all_live: bool = True) -> Diagnosis:
+    def __call__(self, sent: Mapping[int, tuple[float, Any]]) -> Diagnosis:
         """Decide whether the ranks wait for each other, and which of them are late.
 
         Args:
             sent: Of every rank that lives, the seconds since it has sent its status, and that.
-            all_live: Whether these are all ranks; else the others are told of those that have ended.
         """
         statuses = {
             rank: Standstill(tail_from(tail), *rest)._replace(age=age) for rank, (age, (tail, *rest)) in sent.items()
@@ -195,7 +196,7 @@ class DeadlockDetector:
             return Diagnosis(different_calls(tails, {}))
         places = {rank: status.place for rank, status in statuses.items()}
         where = describe(places, (), "")
-        if problem := _deadlock(statuses, all_live=all_live):
+        if problem := _deadlock(statuses, self._size):
             if raised := _raised(tails, min(tail.number for tail in tails.values())):
                 return Diagnosis(_because(raised, places, (), ""))
             return Diagnosis(f"{problem}: {where}")
@@ -234,11 +235,11 @@ def _too_late(statuses: Mapping[int, Standstill]) -> str:
     )
 
 
-def _deadlock(statuses: Mapping[int, Standstill], *, all_live: bool) -> str:
+def _deadlock(statuses: Mapping[int, Standstill], size: int) -> str:
     """What is wrong if no rank can go on; empty if one might.
 
     Where all ranks wait at one moment at which no data is on its way, all wait forever. A rank that is late computes; a
-    transfer that is slow moves data.
+    transfer that is slow moves data. Where a rank has ended, the others are told of that instead.
     """
     standing = statuses.values()
     patience = max(status.patience for status in standing)
@@ -258,10 +259,10 @@ def _deadlock(statuses: Mapping[int, Standstill], *, all_live: bool) -> str:
         if status.waits_for(another) and (other.doing != WAITS or other.waits_for(rank))
     ):
         return _DEADLOCK
-    on_ranks = all(
+    on_ranks = len(standing) == size and all(
         status.doing != LEFT and status.gloo and (status.inside or not status.threads) for status in standing
     )
-    return _STILL if all_live and on_ranks and together >= _SLOWEST * patience else ""
+    return _STILL if on_ranks and together >= _SLOWEST * patience else ""
 
 
 def _never_comes(other: Standstill, waiting: Standstill) -> bool:

@@ -361,7 +361,7 @@ def open_client(store: Any, rank: int, size: int, hosts: Sequence[str], *, local
         token = secrets.token_hex(16)
         asked = dist.PrefixStore(f"unishard/monitor/{_opened}", store.clone())  # type: ignore[attr-defined]  # a waiting request blocks others
         server = MonitorServer(
-            size, token, DeadlockDetector(), lambda other: bool(asked.check([f"without/{other}"])), local=local
+            size, token, DeadlockDetector(size), lambda other: bool(asked.check([f"without/{other}"])), local=local
         )
         keys.set("monitor", json.dumps([socket.gethostname(), own_address(), server.port, token, process_state.own()]))
     machine, address, port, token, server_process = json.loads(keys.get("monitor"))

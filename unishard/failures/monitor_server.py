@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from unishard.failures.connections import keep_alive, listen
 from unishard.failures.deadlocks import Diagnosis
@@ -43,11 +43,7 @@ def _line_of(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-class DetectDeadlock(Protocol):
-    """See `DeadlockDetector`."""
-
-    def __call__(self, sent: Mapping[int, tuple[float, Any]], *, all_live: bool) -> Diagnosis:
-        """Decide whether the ranks wait for each other."""
+DetectDeadlock = Callable[[Mapping[int, tuple[float, Any]]], Diagnosis]
 
 
 class _Link:
@@ -353,8 +349,7 @@ class MonitorServer:
         if now - self._considered < _TICK:
             return
         self._considered, self._asked = now, False
-        statuses = {rank: (now - came, said) for rank, (came, said) in self._statuses.items()}
-        abort_reason, late = self._detect(statuses, all_live=len(statuses) == self._size)
+        abort_reason, late = self._detect({rank: (now - came, said) for rank, (came, said) in self._statuses.items()})
         if abort_reason:
             self._give_up(abort_reason)
         for rank, text in late.items():
