@@ -49,7 +49,7 @@ def kept_losses(model: nn.Module) -> dict[KeptLoss, Tensor]:
     }
 
 
-def of_parts_alone(
+def changed_by_parts(
     model: nn.Module,
     before: dict[KeptLoss, Tensor],
     part: Callable[[], Any],
@@ -73,7 +73,7 @@ def of_parts_alone(
         part()
     low = any(dtype.is_floating_point and dtype.itemsize <= _LOW for dtype in dtypes)
     total = torch.stack([_number(kept) for kept in computed])
-    dist.all_reduce(total, group=group.process_group)
+    dist.all_reduce(total, group=group.hosts)
     whole()
     wanted = torch.stack([_number(kept) for kept in computed])
     room = (_ROOM_LOW if low else _ROOM) * wanted.abs()
@@ -83,4 +83,4 @@ def of_parts_alone(
 
 def _number(kept: KeptLoss) -> Tensor:
     value = kept.value()
-    return torch.zeros(()) if value is None else value.detach().double()
+    return torch.zeros((), dtype=torch.float64) if value is None else value.detach().double().cpu()

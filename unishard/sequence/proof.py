@@ -24,7 +24,7 @@ from unishard.errors import ModelError
 from unishard.sequence.exchange import gather_plain
 from unishard.sequence.followed import Mixing, first_mixing
 from unishard.sequence.forward import SplitForward
-from unishard.sequence.kept_losses import KeptLoss, kept_losses, of_parts_alone
+from unishard.sequence.kept_losses import KeptLoss, changed_by_parts, kept_losses
 from unishard.sequence.same_positions import OTHER_SHAPES, PartOfAll, dimension, own, same
 from unishard.sequence.unchanged import evaluating, seed, unchanged
 
@@ -83,7 +83,7 @@ def prove(
         if (mixing := runs.mixing(model)) is not None:
             raise _refusal(model, forward, kwargs, mixing)
         part_only, every = (partial(runs.made, probe) for probe in _sorted(part, runs.whole, share))
-        return () if again else of_parts_alone(model, before, part_only, every, group)
+        return () if again else changed_by_parts(model, before, part_only, every, group)
 
 
 class _Runs:
@@ -103,7 +103,7 @@ class _Runs:
 
         In a usual model nothing differs. What does may be rounded in another way, or random.
         """
-        if self._alone():
+        if self._independent():
             return None
         found = None
         if model.training and not self._draws():
@@ -113,8 +113,8 @@ class _Runs:
                 found = self._first_mixing(model, only_other=self._again)
         return found
 
-    def _alone(self) -> bool:
-        """Whether each position is by itself, wherever it is: the output says it. Collective."""
+    def _independent(self) -> bool:
+        """Whether no position depends on another, wherever it is: the output says it. Collective."""
         part_only, *among = (list(tensors_in(self.made(probe))) for probe in self._probes[: 3 if self._again else 4])
         places = (self._share.rank, self._share.rank, self._share.next_rank)
         whole, *others = (
