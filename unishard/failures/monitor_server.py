@@ -342,7 +342,8 @@ class MonitorServer:
         """
         away = sum(rank not in self._links for rank in self._ended)
         live = len(self._links) - len(self._ended) + away
-        if not self._asked or self._aborted or len(self._statuses) < live or len(self._links) + away < self._size:
+        known = self._statuses and len(self._statuses) >= live and len(self._links) + away >= self._size
+        if not self._asked or self._aborted or not known:
             self._asked = False
             return
         now = time.monotonic()
