@@ -60,7 +60,7 @@ class _Pair(NamedTuple):
     here: Tensor
     before: Tensor
     placed: bool
-    """Whether it has positions."""
+    """Whether it has positions in order; a list of numbers may be sorted, as routers sort tokens by experts."""
 
 
 class _Call(NamedTuple):
@@ -125,7 +125,8 @@ class _Followed:
         for number, (tensor, part) in enumerate(zip(tensors_in(value), part_only, strict=False)):
             here, there = own(tensor, part, self._share, place)
             there = there if before is None else before[number]
-            pairs.append(_Pair(here.to("cpu", copy=True), there, dimension(tensor, part, self._share) is not None))
+            placed = tensor.dim() >= _OF_ROWS and dimension(tensor, part, self._share) is not None
+            pairs.append(_Pair(here.to("cpu", copy=True), there, placed))
         return pairs
 
     def _same(self, pair: _Pair, first: bool) -> bool:
