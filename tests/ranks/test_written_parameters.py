@@ -206,6 +206,29 @@ def test_what_is_replaced_before_the_first_forward_is_named_and_reading_is_no_wr
     assert reading == ["nothing", "nothing"]
 
 
+@in_ranks(cells=(("fsdp", "full_shard"),))
+def test_a_parameter_of_before_that_a_list_holds_is_named_if_it_is_written(backend, strategy):
+    """As a model does that keeps masks and masked weights in lists. A mask that changes nothing ends no run."""
+    torch.manual_seed(5)
+    model = Net()
+    kept = [model.parts[0].weight]
+    sharding = {"strategy": strategy, "units": ["Part"]}
+    with unishard.prepare(model, config(backend, sharding)) as engine:
+        kept[0].data.mul_(torch.ones(8, 8))
+        update(engine, 0)
+        through_data(kept[0])
+        between = refused(engine, inputs(1, my_rank()))
+        engine.discard()
+        engine.module.write = lambda weight: through_data(kept[0])
+        inside = refused(engine, inputs(1, my_rank()))
+        engine.discard()
+        kept.clear()
+        engine.module.write = None
+        update(engine, 2)
+    assert between.startswith("ContractError: parameter parts.0.weight changed since the last update, but not by")
+    assert inside.startswith("ContractError: the forward writes parameter parts.0.weight, of which it has only a shard")
+
+
 SHARDED = (("fsdp", "full_shard"), ("deepspeed", "shard_optimizer"))
 
 

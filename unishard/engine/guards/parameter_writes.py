@@ -6,8 +6,8 @@ replaces.
 
 In-place operations raise the version of a tensor, which costs nothing to read: in every micro-batch. What bypasses
 that, `parameter.data.fill_(1)` or `parameter.data = value`, shows in the bits and the memory, which are compared where
-`Sampling` looks: of the parameters between two forwards, and of what is gathered, or a rounded copy, around the forward
-of the module with which it comes.
+`Sampling` looks: of the parameters between two forwards, also of those that sharding has replaced and a list still
+holds, and of what is gathered, or a rounded copy, around the forward of the module with which it comes.
 
 Besides what begins between two looks, two kinds of writes through `data` are not found: those into the memory of a
 gathered parameter outside that forward, and those to one that stage 3 of ZeRO has not gathered: it has no elements.
@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unishard.engine.guards.guard import Guard, Looks, LoopState
 from unishard.engine.guards.tensor_marks import Mark, mark, versions
+from unishard.engine.optim.stepping import replaced
 from unishard.errors import ContractError
 
 
@@ -46,6 +47,7 @@ class ParameterWrites(Guard):
         """The parameters while they are not gathered: FSDP2 then has other tensors in their place."""
         self.empty = {id(parameter): not parameter.numel() for parameter in self._resting.values()}
         """By the id of each of those whether it has no elements then."""
+        self._former = replaced(module)
         self._names = [*self._resting]
         self._tensors: list[Tensor] = [*self._resting.values()]
         """Those, and what was gathered: FSDP2 keeps such tensors from one gathering to the next."""
@@ -61,7 +63,7 @@ class ParameterWrites(Guard):
     def after_update(self) -> None:
         """Remember the parameters until the next forward."""
         self._writes, self._versions = self._place.writes, versions(self._tensors)
-        self._marks = self._at_rest() if self._place.looks_at_update else []
+        self._marks = self._at_rest() if self._place.looks_at_update else {}
 
     def before_forward(self) -> None:
         """Compare with what was kept.
@@ -95,20 +97,21 @@ class ParameterWrites(Guard):
                 "also works with sharding: no_shard and precision: fp32"
             )
 
-    def _at_rest(self) -> list[Mark]:
+    def _at_rest(self) -> dict[int, tuple[str, Mark]]:
         # What is empty at rest may be on its way to the next forward by now.
-        return [
-            Mark(each) if self.empty[id(each)] else mark(each, memory=hasattr(each, "to_local"))
-            for each in self._resting.values()
-        ]
+        marks = {
+            id(each): (name, Mark(each) if self.empty[id(each)] else mark(each, memory=hasattr(each, "to_local")))
+            for name, each in self._resting.items()
+        }
+        return marks | {id(each): (name, mark(each, memory=False)) for name, each in self._former.items()}
 
     def _found(self) -> list[str]:
         """What was written since this was called, in an order that is the same on all ranks."""
         before, self._versions = self._versions, versions(self._tensors)
         if self._marks and self._place.looks:
             marks, self._marks = self._marks, self._at_rest()
-            for name, was, now in zip(self._resting, marks, self._marks, strict=True):
-                self.compare(name, was, now)
+            for each in marks.keys() & self._marks.keys():
+                self.compare(marks[each][0], marks[each][1], self._marks[each][1])
         written, self._replaced = self._replaced, set()
         if self._different:
             written |= _read(self._different)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ parameters it replaces."""
 _trained: dict[int, str] = {}
 """The class of each model that an open engine trains."""
 
+_before: dict[int, WeakValueDictionary[str, nn.Parameter]] = {}
+"""The parameters of each such model before it was sharded, by name, while something holds them."""
+
 _own: WeakKeyDictionary[torch.optim.Optimizer, OwnCalls] = WeakKeyDictionary()
 """The optimizers that engines step, and who calls them."""
 
@@ -53,6 +56,7 @@ _prepared = 0
 def mark(model: nn.Module) -> None:
     """Mark the parameters of a model before it is sharded."""
     number = next(_numbers)
+    _before[number] = WeakValueDictionary(model.named_parameters())
     for parameter in model.parameters():
         setattr(parameter, _MARK, number)
 
@@ -65,6 +69,13 @@ def is_marked(parameter: nn.Parameter) -> bool:
 def same_model(one: Tensor, other: Tensor) -> bool:
     """Whether two parameters belong to one model that was prepared for training, before or after it was sharded."""
     return getattr(one, _MARK, None) == getattr(other, _MARK, 0)
+
+
+def replaced(model: nn.Module) -> WeakValueDictionary[str, nn.Parameter]:
+    """The parameters that sharding a marked model has replaced, by name, while something such as a list holds them."""
+    now = {id(parameter): getattr(parameter, _MARK, 0) for parameter in model.parameters()}
+    before = _before.get(next(iter(now.values()), 0), {})
+    return WeakValueDictionary({name: each for name, each in before.items() if id(each) not in now})
 
 
 def watch(model: nn.Module, class_name: str, optimizers: Iterable[Any], own: OwnCalls) -> int:
@@ -99,6 +110,7 @@ def watch(model: nn.Module, class_name: str, optimizers: Iterable[Any], own: Own
 def forget(number: int, own: OwnCalls) -> None:
     """Watch a model and its optimizers no longer."""
     _trained.pop(number, None)
+    _before.pop(number, None)
     for optimizer in [optimizer for optimizer, caller in _own.items() if caller is own]:
         del _own[optimizer]
 
