@@ -21,7 +21,7 @@ from unishard.distributed.shards import Shard, SteppedShard
 from unishard.errors import CheckpointError, ContractError
 from unishard_deepspeed.clipping import clipping_of
 from unishard_deepspeed.conditional import ConditionalModules
-from unishard_deepspeed.gathering import is_of_shard, keep_gathered
+from unishard_deepspeed.gathering import is_of_shard, keep_gathered, refuse_unused_output
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.optimizer_state import ZeroOptimizerState
 from unishard_deepspeed.persistent_parameters import PersistentParameters
@@ -171,7 +171,11 @@ class DeepSpeedAdapter(EngineAdapter):
         # A new tensor: DeepSpeed's hook on the model's outputs divides an output that is the loss by the accumulation
         # steps, because it runs before the hook that `backward` registers (DeepSpeed 0.19.8, runtime/engine.py,
         # _backward_prologue_per_tensor).
-        self._engine.backward(loss.view(()), scale_wrt_gas=False)
+        try:
+            self._engine.backward(loss.view(()), scale_wrt_gas=False)
+        except AssertionError as error:
+            refuse_unused_output(error)
+            raise
         self._conditional.drop(self._kept)
         self._unused.record_backward()
         self._shown.show(gradients=True)

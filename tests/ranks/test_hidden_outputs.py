@@ -7,7 +7,19 @@ from functools import cache
 
 import pytest
 import torch
-from harness import assert_conforms, curve, my_rank, own_share, play, tolerance, train, values, windows
+from harness import (
+    assert_conforms,
+    curve,
+    in_ranks,
+    my_rank,
+    own_share,
+    play,
+    refused,
+    tolerance,
+    train,
+    values,
+    windows,
+)
 from harness.training import MICRO_BATCHES, SPANNING, UPDATES, config, configured
 from mistakes.forwards import WIDTH, Block
 from torch import nn
@@ -109,3 +121,37 @@ def test_a_returned_weight_is_there_in_evaluation(backend, train_):
         with torch.no_grad():
             batch = windows()[0][rank]
             assert loss == pytest.approx(Model("view")(**batch).loss.item(), rel=1e-6)
+
+
+class Judge(nn.Sequential):
+    """Keeps the features that a generator is to match."""
+
+    def forward(self, x):
+        self.features = self[0](x)
+        return self[1](torch.tanh(self.features))
+
+
+def judge():
+    torch.manual_seed(5)
+    return Judge(nn.Linear(IN, WIDTH), nn.Linear(WIDTH, 1))
+
+
+@in_ranks(cells=(("deepspeed", "full_shard"),))
+def test_a_loss_on_kept_features_needs_the_output_too(backend, strategy):
+    x, wanted = (torch.ones(2, IN, requires_grad=True) for _ in range(2))
+    with unishard.prepare(judge(), config(backend, strategy)) as engine:
+        engine(x)
+        message = refused(lambda: engine.backward(engine.module.features.square().mean()))
+    assert "ModelError: the loss uses what a model computes inside its forward" in message
+    assert "add the output to the loss, as in loss + 0.0 * output.sum()" in message
+    x.grad = None
+    with unishard.prepare(judge(), config(backend, strategy)) as engine:
+        output = engine(x)
+        engine.backward(engine.module.features.square().mean() + 0.0 * output.sum())
+        norm = engine.step().grad_norm
+    plain = judge()
+    plain(wanted)
+    plain.features.square().mean().backward()
+    gradients = [each.grad for each in plain.parameters() if each.grad is not None]
+    assert norm == pytest.approx(float(nn.utils.get_total_norm(gradients)), rel=1e-5)
+    torch.testing.assert_close(x.grad, wanted.grad)
