@@ -108,7 +108,7 @@ def test_ranks_in_other_branches_are_told_of_conditional_modules(run):
 
 def test_a_rank_that_gloo_aborts_in_another_branch_leaves_a_hint():
     found = ending(ABORT)
-    assert found.lines[-1].endswith("it ran other modules than right (Expert): see sharding.conditional_modules"), found
+    assert found.lines[-1].endswith("it ran other modules than this rank: see sharding.conditional_modules"), found
 
 
 @pytest.mark.parametrize("run", STUCK, ids=written_of_branches)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -409,6 +410,16 @@ def test_a_rank_that_ends_because_of_one_that_torchrun_does_not_list_says_so(
     assert running._failed(error) == 1
     because = "rank 0 has ended with exit code 1 because rank 1 raised ValueError: a sample; its own message is above\n"
     assert capsys.readouterr().err == f"unishard launch: {because}"
+
+
+def test_a_rank_that_gloo_aborts_may_have_run_other_modules(capsys: pytest.CaptureFixture[str]) -> None:
+    """torchrun ends the other ranks, which then say nothing."""
+    codes = {0: -signal.SIGABRT, 1: -signal.SIGTERM}
+    failures = {rank: SimpleNamespace(exitcode=code, message="", timestamp=7) for rank, code in codes.items()}
+    error: Any = SimpleNamespace(failures=failures)
+    assert running._failed(error) == 128 + signal.SIGABRT
+    hint = "if it wrote that gloo received another size, ranks ran different modules: see sharding.conditional_modules"
+    assert capsys.readouterr().err == f"unishard launch: rank 0 was killed by SIGABRT; {hint}\n"
 
 
 def test_a_host_that_does_not_answer_is_named_while_it_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:

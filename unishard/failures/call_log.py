@@ -67,8 +67,6 @@ class CallLog:
         self._calls: deque[Call] = deque(maxlen=_KEPT)
         self.last = self.place = "is before its first call"
         """The last call but one, and the last one; modules do not count."""
-        self.unit = ""
-        """The last module that a forward has entered."""
 
     def record(self, place: str, skipped: str = "", order: str = "", equal_values: str = "", error: str = "") -> None:
         """Add a call; the arguments are those of `Call`."""
@@ -77,7 +75,6 @@ class CallLog:
 
     def record_unit(self, unit: str) -> None:
         """Add a module that the current call has entered."""
-        self.unit = unit
         self._add(Call(self.place, unit))
 
     def restart(self, epoch: int) -> None:

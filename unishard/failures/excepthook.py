@@ -129,13 +129,12 @@ class _Hook:
         return next(ending for ending in endings if ending.text == text or ending.rank == self.monitor.rank)
 
     def _because(self, cause: str) -> str:
-        place, unit, first = self.monitor.place(), self.monitor.unit(), self.monitor.first()
-        gathers = unit and any(f".{call} " in place for call in ("forward", "backward"))
-        if (
-            gathers and first is not None and first.how == DIED and not torch.cuda.is_available()
-        ):  # gloo aborts a process that gathers others
+        place, first = self.monitor.place(), self.monitor.first()
+        exchanges = any(f".{call} " in place for call in ("forward", "backward"))
+        # gloo aborts a process that gathers other weights, or reduces other gradients.
+        if exchanges and first is not None and first.how == DIED and not torch.cuda.is_available():
             cause += (
-                f"; if it wrote that gloo received another size, it ran other modules than {unit}: see "
+                "; if it wrote that gloo received another size, it ran other modules than this rank: see "
                 "sharding.conditional_modules"
             )
         return (

@@ -71,8 +71,6 @@ class MonitorClient:
         """Why no rank can go on, although all live; empty while they can."""
         self.place: Callable[[], str] = lambda: ""
         """Where this rank is, as `is in engine.forward (update 3)`; empty if unknown."""
-        self.unit: Callable[[], str] = lambda: ""
-        """The module that this rank has gathered last, as `layers.0 (LlamaDecoderLayer)`; empty if there was none."""
         self.when_doomed: Callable[[], None] = lambda: None
         """Called a few times a second once another rank has ended, or no rank can go on."""
         self._socket, self._server, self._server_process = connection, server, server_process

@@ -33,6 +33,12 @@ _CHECKED = "unishard.tools.doctor.before_script"
 """The module that checks the hosts before it runs the script."""
 _AGENT = "torch.distributed.elastic.agent.server.api"
 _QUIET = ("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")
+_SIGNALS = {
+    signal.SIGKILL: ", as the system does when memory runs out",
+    signal.SIGABRT: "; if it wrote that gloo received another size, ranks ran different modules: see "
+    "sharding.conditional_modules",
+}
+"""Why ranks are killed by a signal that they do not explain."""
 _RESTART = re.compile(r"(\d+)/(\d+) attempts left; will restart")
 
 
@@ -120,8 +126,7 @@ def _failed(error: ChildFailedError) -> int:
             )
         return int(failure.exitcode)
     number = signal.Signals(-failure.exitcode)
-    why = ", as the system does when memory runs out" if number is signal.SIGKILL else ""
-    _say(f"rank {rank} was killed by {number.name}{why}")
+    _say(f"rank {rank} was killed by {number.name}{_SIGNALS.get(number, '')}")
     return 128 + number
 
 
