@@ -60,7 +60,7 @@ class _Pair(NamedTuple):
     here: Tensor
     before: Tensor
     placed: bool
-    """Whether it has positions in order; a list of numbers may be sorted, as routers sort tokens by experts."""
+    """Whether it has positions."""
 
 
 class _Call(NamedTuple):
@@ -125,9 +125,12 @@ class _Followed:
         for number, (tensor, part) in enumerate(zip(tensors_in(value), part_only, strict=False)):
             here, there = own(tensor, part, self._share, place)
             there = there if before is None else before[number]
-            placed = tensor.dim() >= _OF_ROWS and dimension(tensor, part, self._share) is not None
-            pairs.append(_Pair(here.to("cpu", copy=True), there, placed))
+            pairs.append(_Pair(here.to("cpu", copy=True), there, self._dim(tensor, part) is not None))
         return pairs
+
+    def _dim(self, tensor: Tensor, part: Tensor) -> int | None:
+        """The dimension of the positions; None for a list of numbers, which may be sorted, as tokens by experts."""
+        return dimension(tensor, part, self._share) if tensor.dim() >= _OF_ROWS else None
 
     def _same(self, pair: _Pair, first: bool) -> bool:
         return same(pair.here, pair.before, OTHER_SHAPES if first else SAME_SHAPES, self._low)
@@ -138,7 +141,7 @@ class _Followed:
 
         def changed(tensor: Tensor) -> Tensor:
             part = next(parts, None)
-            dim = None if part is None else dimension(tensor, part, self._share)
+            dim = None if part is None else self._dim(tensor, part)
             if part is None or dim is None:
                 return tensor
             new = tensor.clone(memory_format=torch.contiguous_format)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -74,7 +74,7 @@ def same_model(one: Tensor, other: Tensor) -> bool:
 def replaced(model: nn.Module) -> WeakValueDictionary[str, nn.Parameter]:
     """The parameters that sharding a marked model has replaced, by name, while something such as a list holds them."""
     now = {id(parameter): getattr(parameter, _MARK, 0) for parameter in model.parameters()}
-    before = _before.get(next(iter(now.values()), 0), {})
+    before: Mapping[str, nn.Parameter] = _before.get(next(iter(now.values()), 0), {})
     return WeakValueDictionary({name: each for name, each in before.items() if id(each) not in now})
 
 
