@@ -27,7 +27,7 @@ KEYS = {
     "zero.stage": drops("says nothing here"),
     "zero.offload": refuses("cannot be had; remove it", off=lambda value: not boolean(value)),
     "clip": sets("training.gradient_clipping", float, tool_default=1.0),
-    "mapping": Key(lambda value, given: KeyEffect(fields={"native": value}), "native"),
+    "mapping": Key(lambda value, given: KeyEffect(fields={"native": value}), ("native",)),
     "seed.base": drops("is added"),
     "seed.more": Key(depends),
 }

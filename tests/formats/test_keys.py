@@ -99,7 +99,7 @@ def test_rows() -> None:
         return row.read(value, NOTHING_GIVEN)
 
     seed = sets("training.seed", integer(0), Fit.APPROXIMATE, "another generator", copy_verbatim=True)
-    assert (seed.fields, seed.fit, seed.note) == ("training.seed", Fit.APPROXIMATE, "another generator")
+    assert (seed.fields, seed.fit, seed.note) == (("training.seed",), Fit.APPROXIMATE, "another generator")
     assert effect(seed, 4).fields == {"training.seed": 4}
     assert effect(seed, 4).copy_verbatim
     with pytest.raises(Unreadable):

@@ -8,11 +8,11 @@ an engine's arguments add theirs.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from unishard.config import Config, leaves
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
 from unishard.contract.render import AUTO
@@ -20,7 +20,7 @@ from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder, is_template_word, placeholders_in
 
 Path = tuple[str, ...]
-_DOTTED = re.compile(r"[a-z_]+(\.[a-z_]+)+|backend|activation_checkpointing|strict")
+_LEAVES = frozenset(path for path, _ in leaves(Config))
 _MOST_HINTS = 200
 """Unknown keys of a document that get a "did you mean"; comparing a word takes time, and a file with more has no
 slips."""
@@ -109,8 +109,8 @@ class Key(NamedTuple):
 
     read: Read
     """Returns the meaning of a value. Raises `Unreadable` for an invalid one."""
-    fields: str = ""
-    """The fields that it decides, in words, for MAPPING.md; empty for none."""
+    fields: tuple[str, ...] = ()
+    """The fields that it decides; `SCRIPT` for something that no field says and the training script must do."""
     fit: Fit = Fit.EXACT
     """What it comes to as a rule, for MAPPING.md."""
     note: str = ""
@@ -275,14 +275,14 @@ def _read(row: Key, value: Any, document: DocumentValues) -> KeyEffect:
             return _filled_in(row, placeholders)
         effect = KeyEffect(Fit.UNSUPPORTED, str(error))
     if effect.fit is Fit.UNSUPPORTED and row.fields:
-        return effect._replace(decides=tuple(row.fields.split(", ")))
+        return effect._replace(decides=row.fields)
     return effect
 
 
 def _filled_in(row: Key, placeholders: Iterable[str]) -> KeyEffect:
     """The meaning of a value that something else fills in before the tool reads it."""
     who = f"the placeholder {' and '.join(placeholders)}"
-    fields = [name for name in re.split(r"[,;]\s*", row.fields) if _DOTTED.fullmatch(name)]
+    fields = [name for name in row.fields if name in _LEAVES or name.startswith("native.")]
     if not fields:
         return left_out(f"holds {who}, kept as it is")
     return KeyEffect(

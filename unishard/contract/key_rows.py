@@ -158,7 +158,7 @@ def sets(
             return KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {auto}", {field: Undecided(auto)})
         return KeyEffect(fit, note, {field: convert(value)}, copy_verbatim=copy_verbatim)
 
-    return Key(read, field, fit, note, tool_default)
+    return Key(read, (field,), fit, note, tool_default)
 
 
 def broadcast_buffers(value: Any, document: DocumentValues) -> KeyEffect:
@@ -183,7 +183,7 @@ def drops(why: str, *, tool_default: Any = NOTHING, unknown: bool = False) -> Ke
     """
     return Key(
         lambda value, document: KeyEffect(Fit.IGNORED, why, copy_verbatim=True, unknown=unknown),
-        "",
+        (),
         Fit.IGNORED,
         why,
         tool_default,
@@ -192,7 +192,7 @@ def drops(why: str, *, tool_default: Any = NOTHING, unknown: bool = False) -> Ke
 
 def rejected(why: str) -> Key:
     """A key that its own tool refuses today, so that nothing is lost without it."""
-    return Key(lambda value, document: KeyEffect(Fit.IGNORED, why, rejected_upstream=True), "", Fit.IGNORED, why)
+    return Key(lambda value, document: KeyEffect(Fit.IGNORED, why, rejected_upstream=True), (), Fit.IGNORED, why)
 
 
 def refuses(why: str, off: Callable[[Any], bool] | None = None) -> Key:
@@ -208,7 +208,7 @@ def refuses(why: str, off: Callable[[Any], bool] | None = None) -> Key:
             return left_out("is off")
         return KeyEffect(Fit.UNSUPPORTED, why)
 
-    return Key(read, "", Fit.UNSUPPORTED, why)
+    return Key(read, (), Fit.UNSUPPORTED, why)
 
 
 def beyond_fields(row: Key) -> Key:
@@ -225,4 +225,4 @@ def own(key: str, convert: Convert, fit: Fit, note: str) -> Key:
         fit: What is lost with another engine: `ignored` for what affects only time, memory or logs.
         note: Why.
     """
-    return Key(lambda value, document: KeyEffect(fit, note, native={key: convert(value)}), "", fit, note)
+    return Key(lambda value, document: KeyEffect(fit, note, native={key: convert(value)}), (), fit, note)

@@ -58,7 +58,7 @@ def _size(key: str, derived: str, who: str) -> Key:
             return dropped(_ABSENT)
         return KeyEffect(fields={field: integer(1)(value)})
 
-    return Key(read, field)
+    return Key(read, (field,))
 
 
 def _global(value: Any, document: DocumentValues) -> KeyEffect:
@@ -91,10 +91,10 @@ def _clipping(value: Any, document: DocumentValues) -> KeyEffect:
 _CLIPS = "DeepSpeed clips to 1.0 by default since 0.19.3; earlier versions did not clip"
 
 KEYS: Mapping[str, Key] = {
-    _TRAIN: Key(_global, "training.global_batch_size"),
+    _TRAIN: Key(_global, ("training.global_batch_size",)),
     _MICRO: _size(_MICRO, _MICRO_OF_RANKS, "per_device_train_batch_size"),
     _WINDOW: _size(_WINDOW, _WINDOW_OF_RANKS, _WINDOW),
-    "gradient_clipping": Key(_clipping, "training.gradient_clipping", tool_default=1.0),
+    "gradient_clipping": Key(_clipping, ("training.gradient_clipping",), tool_default=1.0),
 }
 
 

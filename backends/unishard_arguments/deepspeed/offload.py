@@ -37,7 +37,7 @@ def _place(state: str) -> Key:
             raise Unreadable("must have an nvme_path beside it, got none; write a directory on a local disk")
         return KeyEffect(fields={_FIELDS[state]: place})
 
-    return Key(read, _FIELDS[state])
+    return Key(read, (_FIELDS[state],))
 
 
 def _switch(state: str, note: str) -> Key:
@@ -50,7 +50,7 @@ def _switch(state: str, note: str) -> Key:
             return dropped(_LOW[state])
         return KeyEffect(note=note, fields={_FIELDS[state]: "cpu"})
 
-    return Key(read, _FIELDS[state], note=note)
+    return Key(read, (_FIELDS[state],), note=note)
 
 
 def _path(state: str) -> Key:
@@ -59,7 +59,7 @@ def _path(state: str) -> Key:
             return dropped("only used with nvme")
         return KeyEffect(fields={"offload.nvme_path": text(value)})
 
-    return Key(read, "offload.nvme_path")
+    return Key(read, ("offload.nvme_path",))
 
 
 def _pin(state: str) -> Key:
@@ -74,7 +74,7 @@ def _pin(state: str) -> Key:
             return dropped("parameters and optimizer are pinned alike; affects only time")
         return KeyEffect(fields={"offload.pin_memory": pinned})
 
-    return Key(read, "offload.pin_memory")
+    return Key(read, ("offload.pin_memory",))
 
 
 def _pin_both(value: Any, document: DocumentValues) -> KeyEffect:
@@ -98,7 +98,7 @@ KEYS: Mapping[str, Key] = {
     **{f"{_Z}offload_{what}.device": _place(what) for what in _FIELDS},
     **{f"{_Z}offload_{what}.nvme_path": _path(what) for what in _FIELDS},
     **{f"{_Z}offload_{what}.pin_memory": _pin(what) for what in _FIELDS},
-    f"{_Z}offload_optimizer.ratio": Key(_part, "", Fit.IGNORED, _PART),
+    f"{_Z}offload_optimizer.ratio": Key(_part, (), Fit.IGNORED, _PART),
     f"{_Z}cpu_offload": _switch("optimizer", "deprecated; DeepSpeed means offload_optimizer"),
     f"{_Z}cpu_offload_param": _switch("param", "deprecated; DeepSpeed means offload_param"),
     f"{_Z}cpu_offload_params": spelt(
@@ -106,7 +106,7 @@ KEYS: Mapping[str, Key] = {
         "cpu_offload_param",
         rejected_upstream=True,
     ),
-    f"{_Z}cpu_offload_use_pin_memory": Key(_pin_both, "offload.pin_memory"),
+    f"{_Z}cpu_offload_use_pin_memory": Key(_pin_both, ("offload.pin_memory",)),
 }
 
 

@@ -189,7 +189,7 @@ def _param(name: str, convert: Any) -> Key:
             return _decided(f"optimizer.{name}", Undecided(f"{_ARGUMENTS[name]} {ARGUMENTS}"))
         return KeyEffect(fields={f"optimizer.{name}": convert(value)})
 
-    return Key(read, f"optimizer.{name}")
+    return Key(read, (f"optimizer.{name}",))
 
 
 def _betas(value: Any) -> tuple[float, float]:
@@ -229,22 +229,22 @@ def _fp32_states(value: Any, document: DocumentValues) -> KeyEffect:
 
 
 KEYS: Mapping[str, Key] = {
-    "optimizer.type": Key(_type, "optimizer.name"),
-    f"{_P}lr": Key(_rate, "optimizer.lr"),
+    "optimizer.type": Key(_type, ("optimizer.name",)),
+    f"{_P}lr": Key(_rate, ("optimizer.lr",)),
     f"{_P}betas": _param("betas", _betas),
     f"{_P}eps": _param("eps", number(0)),
     f"{_P}weight_decay": _param("weight_decay", number(0)),
     f"{_P}momentum": _param("momentum", number(0)),
     f"{_P}nesterov": _param("nesterov", boolean),
     f"{_P}amsgrad": _param("amsgrad", boolean),
-    f"{_P}muon_lr": Key(_rate_of_muon, "optimizer.lr"),
-    f"{_P}adam_lr": Key(_rate_of_adam, "optimizer.adamw_lr"),
+    f"{_P}muon_lr": Key(_rate_of_muon, ("optimizer.lr",)),
+    f"{_P}adam_lr": Key(_rate_of_adam, ("optimizer.adamw_lr",)),
     f"{_P}ns_method": drops("the same iterations, by other products"),
     f"{_P}per_head_muon": Key(_per_head),
-    f"{_P}adam_w_mode": Key(_decoupled, "", Fit.IGNORED, _DECOUPLES),
+    f"{_P}adam_w_mode": Key(_decoupled, (), Fit.IGNORED, _DECOUPLES),
     f"{_P}torch_adam": drops("whether torch's class steps or DeepSpeed's; same results to rounding"),
     f"{_P}bias_correction": Key(_bias_correction),
-    f"{_P}max_grad_norm": Key(_max_grad_norm, "training.gradient_clipping"),
+    f"{_P}max_grad_norm": Key(_max_grad_norm, ("training.gradient_clipping",)),
     f"{_P}fp32_optimizer_states": Key(_fp32_states),
     **{
         f"{_P}{name}": drops("which kernel steps; same results")

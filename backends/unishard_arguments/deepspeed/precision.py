@@ -72,7 +72,7 @@ def _enabled(name: str) -> Key:
             return dropped(f"precision.compute is {dtype_name}, so this comes out as false")
         return KeyEffect(fields={"precision.compute": dtype_name})
 
-    return Key(read, "precision.compute")
+    return Key(read, ("precision.compute",))
 
 
 def _autocast(value: Any, document: DocumentValues) -> KeyEffect:
@@ -130,7 +130,7 @@ def _masters(name: str) -> Key:
         note = "DeepSpeed keeps an fp32 state; elsewhere it has the dtype of the master weights" if states else ""
         return KeyEffect(Fit.APPROXIMATE if states else Fit.EXACT, note, {"precision.master": name})
 
-    return Key(read, "precision.master")
+    return Key(read, ("precision.master",))
 
 
 def _states(value: Any, document: DocumentValues) -> KeyEffect:
@@ -189,8 +189,8 @@ _OF_AMP = "belongs to amp, and DeepSpeed 0.19.8 refuses it here; remove it"
 _IN_BF16 = "bf16 has no loss scale, and DeepSpeed 0.19.8 refuses the key; remove it"
 
 
-def _scaling(read: Any, holds: Any = _dynamic, field: str = "") -> Key:
-    return only(Key(read, field), holds, _OFF if holds is _fp16 else _STATIC)
+def _scaling(read: Any, holds: Any, *fields: str) -> Key:
+    return only(Key(read, fields), holds, _OFF if holds is _fp16 else _STATIC)
 
 
 def _kept(value: Any, document: DocumentValues) -> KeyEffect:
@@ -217,9 +217,9 @@ def _kept_of(cfg: Config, topology: Topology) -> Native:
 def _block(name: str) -> dict[str, Key]:
     return {
         f"{name}.enabled": _enabled("bf16"),
-        f"{name}.check_grad_overflow": Key(_overflow, "training.nonfinite"),
+        f"{name}.check_grad_overflow": Key(_overflow, ("training.nonfinite",)),
         f"{name}.bf16_master_weights_and_grads": _masters("bf16"),
-        f"{name}.bf16_optimizer_states": Key(_states, "precision.master"),
+        f"{name}.bf16_optimizer_states": Key(_states, ("precision.master",)),
         **{
             f"{name}.{key}": rejected(_IN_BF16)
             for key in (
@@ -242,23 +242,25 @@ KEYS: Mapping[str, Key] = {
     "fp16.loss_scale": _scaling(_loss_scale, _fp16, "precision.loss_scale"),
     "fp16.initial_scale_power": _scaling(
         lambda value, document: KeyEffect(fields={"precision.initial_loss_scale": 2.0 ** integer(0, 127)(value)}),
-        field="precision.initial_loss_scale",
+        _dynamic,
+        "precision.initial_loss_scale",
     ),
     "fp16.loss_scale_window": _scaling(
         lambda value, document: KeyEffect(fields={"precision.loss_scale_growth_interval": integer(1)(value)}),
-        field="precision.loss_scale_growth_interval",
+        _dynamic,
+        "precision.loss_scale_growth_interval",
     ),
-    "fp16.hysteresis": _scaling(_hysteresis),
+    "fp16.hysteresis": _scaling(_hysteresis, _dynamic),
     "fp16.opt_level": rejected(_OF_AMP),
-    "fp16.min_loss_scale": Key(_least, "", Fit.IGNORED, _LEAST),
+    "fp16.min_loss_scale": Key(_least, (), Fit.IGNORED, _LEAST),
     "fp16.fp16_master_weights_and_grads": _masters("fp16"),
-    "torch_autocast.enabled": Key(_autocast, "precision.compute", Fit.APPROXIMATE, _AUTOCAST),
-    "communication_data_type": Key(_reduce, "precision.reduce"),
-    "fp32_allreduce": Key(_reduce_wide, "precision.reduce", note="a name of versions before 0.5.8"),
-    "data_types.param_dtype": Key(_param_dtype, "precision.compute"),
-    "data_types.grad_accum_dtype": Key(_accumulate, "precision.accumulate"),
+    "torch_autocast.enabled": Key(_autocast, ("precision.compute",), Fit.APPROXIMATE, _AUTOCAST),
+    "communication_data_type": Key(_reduce, ("precision.reduce",)),
+    "fp32_allreduce": Key(_reduce_wide, ("precision.reduce",), note="a name of versions before 0.5.8"),
+    "data_types.param_dtype": Key(_param_dtype, ("precision.compute",)),
+    "data_types.grad_accum_dtype": Key(_accumulate, ("precision.accumulate",)),
     "data_types.buffer_dtype": sets("precision.buffers", lambda value: "keep" if value is None else dtype(value)),
-    "data_types.keep_in_fp32_modules": Key(_kept, "precision.keep_fp32", Fit.APPROXIMATE, _ONLY_BUFFERS),
+    "data_types.keep_in_fp32_modules": Key(_kept, ("precision.keep_fp32",), Fit.APPROXIMATE, _ONLY_BUFFERS),
 }
 
 

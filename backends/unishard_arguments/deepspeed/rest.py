@@ -64,7 +64,7 @@ def _log(row: Row) -> Key:
         row.values.convert(value)
         return dropped(_LOGS)
 
-    return Key(read, "", Fit.IGNORED, _LOGS)
+    return Key(read, (), Fit.IGNORED, _LOGS)
 
 
 def _off(value: Any) -> bool:
@@ -90,7 +90,7 @@ def _removed(why: str) -> Key:
             return KeyEffect(Fit.IGNORED, "is off, but DeepSpeed 0.19.8 refuses the key", rejected_upstream=True)
         return KeyEffect(Fit.UNSUPPORTED, why)
 
-    return Key(read, "", Fit.UNSUPPORTED, why)
+    return Key(read, (), Fit.UNSUPPORTED, why)
 
 
 def _size(value: Any) -> bool:
@@ -143,10 +143,10 @@ KEYS: Mapping[str, Key] = {
         lambda value: str(value).lower() == "mean",
     ),
     "seq_parallel_comm_data_type": drops("a name of older versions; only used with sequence parallelism"),
-    "tensor_parallel": Key(_tensor_parallel, "", Fit.UNSUPPORTED, _RANKS),
+    "tensor_parallel": Key(_tensor_parallel, (), Fit.UNSUPPORTED, _RANKS),
     "expert_parallel": refuses(_RANKS, _off),
     "hybrid_engine": refuses("replaces the engine by one for generation; remove it, and call engine.generate", _off),
-    "compile": Key(_compile, "", Fit.IGNORED, _COMPILE),
+    "compile": Key(_compile, (), Fit.IGNORED, _COMPILE),
     "data_efficiency": refuses("drops tokens and samples (random-LTD, curriculum); remove it", _off),
 }
 

@@ -83,12 +83,12 @@ def _type(value: Any, document: DocumentValues) -> KeyEffect:
     return KeyEffect(fields=values)
 
 
-def _of(kinds: tuple[str, ...], read: Callable[[Any, DocumentValues], KeyEffect], field: str) -> Key:
+def _of(kinds: tuple[str, ...], read: Callable[[Any, DocumentValues], KeyEffect], *fields: str) -> Key:
     def checked(value: Any, document: DocumentValues) -> KeyEffect:
         kind = _kind(document)
         return read(value, document) if kind in kinds else dropped(f"{kind or 'no scheduler'} does not have it")
 
-    return Key(checked, field)
+    return Key(checked, fields)
 
 
 def _steps(field: str, who: str, low: int) -> Callable[[Any, DocumentValues], KeyEffect]:
@@ -158,15 +158,15 @@ _ONLY = {
 """Parameters of the schedules that unishard does not build (DeepSpeed 0.19.8, runtime/lr_schedules.py)."""
 
 KEYS: Mapping[str, Key] = {
-    "scheduler.type": Key(_type, "scheduler.name, scheduler.delay_steps"),
+    "scheduler.type": Key(_type, ("scheduler.name", "scheduler.delay_steps")),
     f"{_P}warmup_num_steps": _of(_WARM, _steps("scheduler.warmup_steps", "warmup_steps", 2), "scheduler.warmup_steps"),
     f"{_P}warmup_type": _of(_WARM, _climb, "scheduler.warmup_type"),
     f"{_P}warmup_max_lr": _of(_WARM[:2], _top, "optimizer.lr"),
-    f"{_P}warmup_min_lr": _of(_WARM[:2], _bottom, "scheduler.warmup_start_ratio, scheduler.min_lr_ratio"),
+    f"{_P}warmup_min_lr": _of(_WARM[:2], _bottom, "scheduler.warmup_start_ratio", "scheduler.min_lr_ratio"),
     f"{_P}warmup_min_ratio": _of(_WARM[2:], _ratio("scheduler.warmup_start_ratio"), "scheduler.warmup_start_ratio"),
     f"{_P}cos_min_ratio": _of(_WARM[2:], _ratio("scheduler.min_lr_ratio"), "scheduler.min_lr_ratio"),
     f"{_P}total_num_steps": _of(_WARM[1:], _TOTAL, "scheduler.total_steps"),
-    f"{_P}start_factor": _of(("LinearLR",), _start, ""),
+    f"{_P}start_factor": _of(("LinearLR",), _start),
     f"{_P}end_factor": _of(("LinearLR",), _ratio("scheduler.min_lr_ratio"), "scheduler.min_lr_ratio"),
     f"{_P}total_iters": _of(("LinearLR",), _TOTAL, "scheduler.total_steps"),
     f"{_P}T_max": _of(("CosineAnnealingLR",), _TOTAL, "scheduler.total_steps"),

@@ -50,9 +50,9 @@ def _reduced(value: Any, document: DocumentValues) -> KeyEffect:
 
 
 KEYS: Mapping[str, Key] = {
-    SHARING: Key(_shared, "parallel.sequence.size, parallel.sequence.method", Fit.APPROXIMATE, _WEIGHED),
-    DATA_SIZE: Key(_groups, "", Fit.IGNORED, "follows from the number of ranks"),
-    _REDUCES: Key(_reduced, "precision.reduce", note="fp32 if it is absent; only with sequence_parallel_size"),
+    SHARING: Key(_shared, ("parallel.sequence.size", "parallel.sequence.method"), Fit.APPROXIMATE, _WEIGHED),
+    DATA_SIZE: Key(_groups, (), Fit.IGNORED, "follows from the number of ranks"),
+    _REDUCES: Key(_reduced, ("precision.reduce",), note="fp32 if it is absent; only with sequence_parallel_size"),
 }
 
 

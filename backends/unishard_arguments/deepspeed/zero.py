@@ -150,8 +150,8 @@ def _granularity(value: Any, document: DocumentValues) -> KeyEffect:
     )
 
 
-def _at_3(read: Any, field: str = "") -> Key:
-    return only(Key(read, field), lambda document: may_reach(document, 3), _NOT_3)
+def _at_3(read: Any, *fields: str) -> Key:
+    return only(Key(read, fields), lambda document: may_reach(document, 3), _NOT_3)
 
 
 _REUSE = unless_auto(_at_3(_reuse, "sharding.reshard_after_forward"), "affects only memory")
@@ -164,20 +164,20 @@ _HPZ = (
 _ZENFLOW = "ZenFlow delays the update of unimportant gradients; remove it"
 
 KEYS: Mapping[str, Key] = {
-    "zero_optimization": Key(_whole, "sharding.strategy"),
-    f"{_Z}stage": Key(_stage, "sharding.strategy"),
-    f"{_Z}mics_shard_size": Key(_mics, "sharding.strategy, sharding.group_size", Fit.EQUIVALENT),
+    "zero_optimization": Key(_whole, ("sharding.strategy",)),
+    f"{_Z}stage": Key(_stage, ("sharding.strategy",)),
+    f"{_Z}mics_shard_size": Key(_mics, ("sharding.strategy", "sharding.group_size"), Fit.EQUIVALENT),
     f"{_Z}mics_hierarchical_params_gather": Key(
         lambda value, document: KeyEffect(
             Fit.IGNORED, "how MiCS gathers; DeepSpeed 0.19.8 refuses the key", rejected_upstream=True
         ),
-        "",
+        (),
         Fit.IGNORED,
     ),
     f"{_Z}zero_hpz_partition_size": Key(
-        _hpz, "sharding.strategy, sharding.group_size", Fit.EQUIVALENT, "with another engine; else kept"
+        _hpz, ("sharding.strategy", "sharding.group_size"), Fit.EQUIVALENT, "with another engine; else kept"
     ),
-    f"{_Z}reduce_bucket_size": unless_auto(Key(_bucket, "communication.reduce_bucket_size"), _BY_TRANSFORMERS),
+    f"{_Z}reduce_bucket_size": unless_auto(Key(_bucket, ("communication.reduce_bucket_size",)), _BY_TRANSFORMERS),
     f"{_Z}overlap_comm": unless_auto(sets("communication.overlap", boolean), "DeepSpeed's default: true at stage 3"),
     f"{_Z}stage3_prefetch_bucket_size": _PREFETCH,
     f"{_Z}prefetch_bucket_size": spelt(_PREFETCH, "stage3_prefetch_bucket_size"),
@@ -192,7 +192,7 @@ KEYS: Mapping[str, Key] = {
     f"{_Z}leaf_module.classes": _at_3(_leaves, "sharding.units"),
     f"{_Z}leaf_module.names": _at_3(_leaf_names),
     f"{_Z}leaf_module.name_suffixes": _at_3(_leaf_names),
-    f"{_Z}compute_grad_norm": Key(_norm, "", Fit.IGNORED, "affects only logs: the norm is always computed"),
+    f"{_Z}compute_grad_norm": Key(_norm, (), Fit.IGNORED, "affects only logs: the norm is always computed"),
     f"{_Z}zenflow": refuses(_ZENFLOW, lambda value: value is None),
     f"{_Z}zeropp_loco_param": refuses(
         "LoCo was removed in DeepSpeed 0.19.8; remove it, or set zero_quantized_gradients", lambda value: value is None

@@ -130,7 +130,9 @@ def _sharded(document: DocumentValues) -> bool:
         return True  # the argument at fault is refused at its own place
 
 
-def _set(read: Callable[[Any, DocumentValues], KeyEffect], fields: str, fit: Fit = Fit.EXACT, note: str = "") -> Key:
+def _set(
+    read: Callable[[Any, DocumentValues], KeyEffect], fields: tuple[str, ...], fit: Fit = Fit.EXACT, note: str = ""
+) -> Key:
     """A row that has nothing to say where the value is null."""
     return Key(lambda value, document: _UNSET if value is None else read(value, document), fields, fit, note)
 
@@ -145,7 +147,7 @@ def _time(why: str, *words: str, copy_verbatim: bool = False) -> Key:
         one_of(dict.fromkeys(word.lower() for word in words))(value) if words else boolean(value)
         return KeyEffect(Fit.IGNORED, why, copy_verbatim=copy_verbatim)
 
-    return _set(read, "", Fit.IGNORED, why)
+    return _set(read, (), Fit.IGNORED, why)
 
 
 def _version_key(value: Any, document: DocumentValues) -> KeyEffect:
@@ -339,16 +341,16 @@ def _off(value: Any) -> bool:
 
 
 KEYS: Mapping[str, Key] = {
-    "version": _set(_version_key, "backend", Fit.EXACT, "version 1 is emulated by FSDP2"),
-    "sharding_strategy": Key(_strategy_key, "sharding.strategy, sharding.reshard_after_forward"),
-    "reshard_after_forward": Key(_reshard_key, "sharding.strategy, sharding.reshard_after_forward"),
-    "mesh": _set(_mesh_key, "sharding.strategy, sharding.group_size"),
-    "cpu_offload": _set(_offload_key, "offload.params, offload.optimizer"),
-    "pin_memory": _set(_pin_key, "offload.pin_memory"),
-    "auto_wrap_policy": _set(_policy_key, "sharding.units"),
-    "transformer_layer_cls_to_wrap": _set(_classes_key, "sharding.units"),
-    "min_num_params": _set(_size_key, "sharding.min_unit_params", Fit.EQUIVALENT),
-    "ignored_modules": _set(_ignored_key, "sharding.replicate", Fit.APPROXIMATE, _NOT_MANAGED),
+    "version": _set(_version_key, ("backend",), Fit.EXACT, "version 1 is emulated by FSDP2"),
+    "sharding_strategy": Key(_strategy_key, ("sharding.strategy", "sharding.reshard_after_forward")),
+    "reshard_after_forward": Key(_reshard_key, ("sharding.strategy", "sharding.reshard_after_forward")),
+    "mesh": _set(_mesh_key, ("sharding.strategy", "sharding.group_size")),
+    "cpu_offload": _set(_offload_key, ("offload.params", "offload.optimizer")),
+    "pin_memory": _set(_pin_key, ("offload.pin_memory",)),
+    "auto_wrap_policy": _set(_policy_key, ("sharding.units",)),
+    "transformer_layer_cls_to_wrap": _set(_classes_key, ("sharding.units",)),
+    "min_num_params": _set(_size_key, ("sharding.min_unit_params",), Fit.EQUIVALENT),
+    "ignored_modules": _set(_ignored_key, ("sharding.replicate",), Fit.APPROXIMATE, _NOT_MANAGED),
     "backward_prefetch": _time(
         "affects only time; the next unit is always prefetched, see communication.prefetch_bucket_size",
         *("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "NONE", "1", "2", "3"),
@@ -358,9 +360,9 @@ KEYS: Mapping[str, Key] = {
     "use_orig_params": _time("FSDP2 always keeps the parameters' own names and groups"),
     "sync_module_states": _time("prepare always gives every rank the parameters of rank 0"),
     "cpu_ram_efficient_loading": _time("concerns how the training script loads the model", copy_verbatim=True),
-    "state_dict_type": _set(_files_key, "", Fit.IGNORED, "concerns only checkpoint files"),
-    "activation_checkpointing": _set(_checkpointing_key, "activation_checkpointing"),
-    "activation_checkpointing_offload": _set(_activations_key, "offload.activations"),
+    "state_dict_type": _set(_files_key, (), Fit.IGNORED, "concerns only checkpoint files"),
+    "activation_checkpointing": _set(_checkpointing_key, ("activation_checkpointing",)),
+    "activation_checkpointing_offload": _set(_activations_key, ("offload.activations",)),
     **PRECISION,
     "xla": refuses(_NO_XLA, _off),
     "xla_fsdp_v2": refuses(_NO_XLA, _off),

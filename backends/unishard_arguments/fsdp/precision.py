@@ -87,11 +87,11 @@ def _inputs(value: Any, document: DocumentValues) -> KeyEffect:
 
 
 PRECISION: Mapping[str, Key] = {
-    "mixed_precision": Key(_short, "precision.compute, precision.reduce"),
+    "mixed_precision": Key(_short, ("precision.compute", "precision.reduce")),
     "mixed_precision.param_dtype": sets("precision.compute", lambda value: "fp32" if value is None else dtype(value)),
-    "mixed_precision.reduce_dtype": Key(_reduce, "precision.reduce"),
-    "mixed_precision.buffer_dtype": Key(_buffers, "precision.buffers"),
-    "mixed_precision.output_dtype": Key(_output, "native.fsdp.mp_policy.output_dtype", Fit.APPROXIMATE),
-    "mixed_precision.cast_forward_inputs": Key(_inputs, "precision.cast_inputs"),
+    "mixed_precision.reduce_dtype": Key(_reduce, ("precision.reduce",)),
+    "mixed_precision.buffer_dtype": Key(_buffers, ("precision.buffers",)),
+    "mixed_precision.output_dtype": Key(_output, ("native.fsdp.mp_policy.output_dtype",), Fit.APPROXIMATE),
+    "mixed_precision.cast_forward_inputs": Key(_inputs, ("precision.cast_inputs",)),
 }
 """The rows below `mixed_precision`."""

@@ -176,7 +176,7 @@ def _parallel(name: str) -> Key:
     def read(value: Any, document: DocumentValues) -> KeyEffect:
         return KeyEffect(Fit.IGNORED, "is off") if integer(1)(value) == 1 else KeyEffect(Fit.UNSUPPORTED, why)
 
-    return Key(read, "", Fit.UNSUPPORTED, why)
+    return Key(read, (), Fit.UNSUPPORTED, why)
 
 
 def _dropped(why: str, convert: Callable[[Any], Any]) -> Key:
@@ -186,7 +186,7 @@ def _dropped(why: str, convert: Callable[[Any], Any]) -> Key:
         convert(value)
         return left_out(why)
 
-    return Key(read, "", Fit.IGNORED, why)
+    return Key(read, (), Fit.IGNORED, why)
 
 
 _DYNAMO = names(
@@ -196,10 +196,10 @@ _DYNAMO = names(
 _TIME = "affects only how code is compiled"
 
 _DYNAMO_KEYS: Mapping[str, Key] = {
-    "dynamo_backend": Key(_compile_backend, "compile.mode, compile.backend"),
+    "dynamo_backend": Key(_compile_backend, ("compile.mode", "compile.backend")),
     "dynamo_config": drops("nothing is compiled"),
-    "dynamo_config.dynamo_backend": Key(_compile_backend, "compile.mode, compile.backend"),
-    "dynamo_config.dynamo_use_regional_compilation": Key(_compile_regional, "compile.mode"),
+    "dynamo_config.dynamo_backend": Key(_compile_backend, ("compile.mode", "compile.backend")),
+    "dynamo_config.dynamo_use_regional_compilation": Key(_compile_regional, ("compile.mode",)),
     "dynamo_config.dynamo_mode": _dropped(
         f"{_TIME}; torch's default mode is used",
         one_of(dict.fromkeys(("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"))),
@@ -226,28 +226,28 @@ _FP8_KEYS: Mapping[str, Key] = {
 }
 
 KEYS: Mapping[str, Key] = {
-    "compute_environment": Key(_environment, "", Fit.IGNORED, _LAUNCHER),
+    "compute_environment": Key(_environment, (), Fit.IGNORED, _LAUNCHER),
     "distributed_type": Key(
         _distributed_type,
-        "backend, sharding.strategy",
+        ("backend", "sharding.strategy"),
         note=", ".join(f"{name}: {kind.effect}" for name, kind in KINDS.items()),
     ),
-    "mixed_precision": Key(lambda value, document: _checked_precision(value), "precision.compute"),
-    "fp16": Key(_fp16, "precision"),
-    "num_processes": Key(_count, "launch.processes_per_node", note=_RANKS),
-    "num_machines": Key(_machines, "launch.nodes"),
-    "use_cpu": Key(_use_cpu, "", Fit.IGNORED, "computes on the accelerator where there is one"),
+    "mixed_precision": Key(lambda value, document: _checked_precision(value), ("precision.compute",)),
+    "fp16": Key(_fp16, ("precision",)),
+    "num_processes": Key(_count, ("launch.processes_per_node",), note=_RANKS),
+    "num_machines": Key(_machines, ("launch.nodes",)),
+    "use_cpu": Key(_use_cpu, (), Fit.IGNORED, "computes on the accelerator where there is one"),
     **{name: drops(_LAUNCHER) for name in names("same_network enable_cpu_affinity mpirun_config")},
     "machine_rank": drops(
         "differs by host: pass --node-rank to the launcher, where launch.rendezvous is static; c10d numbers the "
         "hosts as they meet"
     ),
-    "rdzv_backend": Key(_rendezvous, "launch.rendezvous", note="with several machines"),
-    "gpu_ids": Key(_gpus, "launch.environment", note="CUDA_VISIBLE_DEVICES"),
+    "rdzv_backend": Key(_rendezvous, ("launch.rendezvous",), note="with several machines"),
+    "gpu_ids": Key(_gpus, ("launch.environment",), note="CUDA_VISIBLE_DEVICES"),
     "main_process_ip": Key(
-        lambda value, document: _endpoint(document), "launch.endpoint", note="with several machines"
+        lambda value, document: _endpoint(document), ("launch.endpoint",), note="with several machines"
     ),
-    "main_process_port": Key(_port, "launch.endpoint", note="with several machines"),
+    "main_process_port": Key(_port, ("launch.endpoint",), note="with several machines"),
     "debug": drops("Accelerate's own check of its collectives; see communication.desync_check"),
     **{
         name: drops("only used on TPUs")

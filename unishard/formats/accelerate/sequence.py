@@ -31,7 +31,7 @@ WEIGHED = (
     "the loss is the mean over all tokens, as under Trainer; a script that takes the mean of each rank's part weighs "
     "tokens otherwise where labels are ignored"
 )
-_FIELDS = "parallel.sequence.size, parallel.sequence.method"
+_FIELDS = ("parallel.sequence.size", "parallel.sequence.method")
 
 
 def name_of(axis: str) -> str:
@@ -104,7 +104,7 @@ def _beside(axis: str, note: str, read: Read) -> Key:
             return KeyEffect(Fit.IGNORED, f"belongs to {_NAMES[axis]} parallelism")
         return read(value, document)
 
-    return Key(switched, "", Fit.IGNORED, note)
+    return Key(switched, (), Fit.IGNORED, note)
 
 
 def _passed_around(value: Any, document: DocumentValues) -> KeyEffect:

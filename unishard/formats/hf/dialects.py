@@ -119,8 +119,8 @@ def _mode(value: Any, document: DocumentValues) -> KeyEffect:
 
 DIALECT: Mapping[str, Key] = {
     **ignored("hf/ignored_around.txt"),
-    **dict.fromkeys(("dtype", "torch_dtype"), Key(_dtype, ", ".join(PRECISION))),
-    "pure_bf16": Key(_pure, ", ".join(PRECISION)),
+    **dict.fromkeys(("dtype", "torch_dtype"), Key(_dtype, PRECISION)),
+    "pure_bf16": Key(_pure, PRECISION),
     "fp8": refuses("fp8 is not supported; write bf16", off),
     "fp8_backend": drops("names what fp8 switches on"),
     "fp8_enable_fsdp_float8_all_gather": drops("names what fp8 switches on"),
@@ -132,10 +132,10 @@ DIALECT: Mapping[str, Key] = {
     },
     **QUANTIZED,
     **{name: refuses(_WHOLE, lambda value: off(value) or str(value) == "1") for name in _DEGREES},
-    SHARING: Key(_shared, "parallel.sequence.size, parallel.sequence.method"),
-    MODE: Key(_mode, "", Fit.EQUIVALENT, _PASSED),
-    "disable_gradient_checkpointing": Key(_recomputes, "activation_checkpointing"),
-    "activation_offloading": Key(_offloads, "offload.activations"),
+    SHARING: Key(_shared, ("parallel.sequence.size", "parallel.sequence.method")),
+    MODE: Key(_mode, (), Fit.EQUIVALENT, _PASSED),
+    "disable_gradient_checkpointing": Key(_recomputes, ("activation_checkpointing",)),
+    "activation_offloading": Key(_offloads, ("offload.activations",)),
     "loraplus_lr_ratio": refuses("gives LoRA's B matrices another rate; write optimizer.groups instead", off),
 }
 
@@ -189,7 +189,7 @@ def _quantized(value: Any) -> Mapping[str, Any] | None:
     return next(filter(None, map(_quantized, value.values())), None)
 
 
-_AROUND = Key(of_script, "", Fit.IGNORED, _SCRIPTS)
+_AROUND = Key(of_script, (), Fit.IGNORED, _SCRIPTS)
 
 
 def around(data: Mapping[str, Any], keys: Mapping[str, Key], arguments: Mapping[str, Key]) -> Mapping[str, Key]:

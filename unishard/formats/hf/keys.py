@@ -43,8 +43,8 @@ _OLDER = {**ignored("hf/ignored_older.txt", off=off), "split_batches": refuses(S
 IGNORED: Mapping[str, Key] = {
     **ignored("hf/ignored.txt", off=off),
     **_OLDER,
-    "load_best_model_at_end": Key(_best, "", Fit.IGNORED, _FILES),
-    "dataloader_prefetch_factor": Key(_prefetched, "", Fit.IGNORED, _DATA),
+    "load_best_model_at_end": Key(_best, (), Fit.IGNORED, _FILES),
+    "dataloader_prefetch_factor": Key(_prefetched, (), Fit.IGNORED, _DATA),
     "tp_size": refuses("tensor parallelism is not supported; remove it", lambda value: off(value) or value == 1),
 }
 
@@ -56,7 +56,7 @@ def _engine(name: str) -> Key:
     def read(value: Any, document: DocumentValues) -> KeyEffect:
         return KeyEffect(Fit.IGNORED, "is off") if off(value) else KeyEffect(fields={"backend": name})
 
-    return Key(read, "backend", note=f"its keys are those of {name}")
+    return Key(read, ("backend",), note=f"its keys are those of {name}")
 
 
 def _classes(value: Any, document: DocumentValues) -> KeyEffect:
@@ -115,9 +115,9 @@ _ROWS: Mapping[str, Key] = {
     "fsdp_config": _engine("fsdp"),
     "deepspeed": _engine("deepspeed"),
     "fsdp_transformer_layer_cls_to_wrap": Key(
-        _classes, "sharding.units", note="transformers 5 reads it in fsdp_config"
+        _classes, ("sharding.units",), note="transformers 5 reads it in fsdp_config"
     ),
-    "fsdp_min_num_params": Key(_least, "", Fit.UNSUPPORTED, "transformers 5 reads it in fsdp_config"),
+    "fsdp_min_num_params": Key(_least, (), Fit.UNSUPPORTED, "transformers 5 reads it in fsdp_config"),
     **IGNORED,
 }
 KEYS: Mapping[str, Key] = {name: row if name in OLDER else _trainers(row) for name, row in _ROWS.items()}

@@ -66,7 +66,7 @@ def compute(dtype: str) -> Key:
         note = f"torch.autocast keeps some operations in fp32; without it all run in {dtype}"
         return KeyEffect(Fit.EQUIVALENT, note, fields, beyond_fields=True)
 
-    return Key(read, "precision.compute, precision.reduce")
+    return Key(read, ("precision.compute", "precision.reduce"))
 
 
 def _checkpointing(value: Any, document: DocumentValues) -> KeyEffect:
@@ -185,23 +185,23 @@ LOOP: Mapping[str, Key] = {
     "per_gpu_train_batch_size": sets(
         "training.micro_batch_size", integer(1), Fit.EXACT, "transformers 5 calls it per_device_train_batch_size"
     ),
-    _ACCUMULATED: Key(_accumulated, f"training.{_ACCUMULATED}", tool_default=1),
-    "max_grad_norm": Key(_clipping, "training.gradient_clipping", tool_default=1.0),
+    _ACCUMULATED: Key(_accumulated, (f"training.{_ACCUMULATED}",), tool_default=1),
+    "max_grad_norm": Key(_clipping, ("training.gradient_clipping",), tool_default=1.0),
     "ddp_timeout": sets("communication.timeout", number(1)),
     "average_tokens_across_devices": Key(
-        _tokens, "", Fit.NEEDS_INPUT, "how the loss is averaged is the training script's to say"
+        _tokens, (), Fit.NEEDS_INPUT, "how the loss is averaged is the training script's to say"
     ),
-    "ddp_broadcast_buffers": Key(_buffers, "training.buffers", Fit.EQUIVALENT),
+    "ddp_broadcast_buffers": Key(_buffers, ("training.buffers",), Fit.EQUIVALENT),
     "bf16": compute("bf16"),
     "fp16": compute("fp16"),
-    "tf32": Key(_tf32, "precision.matmul", tool_default=None),
-    "activation_checkpointing": Key(_checkpointing, "activation_checkpointing"),
-    "activation_checkpointing_kwargs": Key(_checkpointing_arguments, "offload.activations", Fit.EXACT, _KWARGS),
-    "gradient_checkpointing": Key(_checkpointing, "activation_checkpointing"),
-    "gradient_checkpointing_kwargs": Key(_checkpointing_arguments, "offload.activations", Fit.EXACT, _KWARGS),
-    "torch_compile": Key(_compiled, "compile.mode"),
-    "torch_compile_backend": Key(_compiler, "compile.mode, compile.backend"),
-    "torch_compile_mode": Key(_compile_mode, "compile.mode", Fit.EQUIVALENT),
+    "tf32": Key(_tf32, ("precision.matmul",), tool_default=None),
+    "activation_checkpointing": Key(_checkpointing, ("activation_checkpointing",)),
+    "activation_checkpointing_kwargs": Key(_checkpointing_arguments, ("offload.activations",), Fit.EXACT, _KWARGS),
+    "gradient_checkpointing": Key(_checkpointing, ("activation_checkpointing",)),
+    "gradient_checkpointing_kwargs": Key(_checkpointing_arguments, ("offload.activations",), Fit.EXACT, _KWARGS),
+    "torch_compile": Key(_compiled, ("compile.mode",)),
+    "torch_compile_backend": Key(_compiler, ("compile.mode", "compile.backend")),
+    "torch_compile_mode": Key(_compile_mode, ("compile.mode",), Fit.EQUIVALENT),
     "seed": sets(
         "training.seed",
         integer(0),
@@ -209,5 +209,5 @@ LOOP: Mapping[str, Key] = {
         "the same number; Trainer's sampler draws an order of its own from it",
         tool_default=42,
     ),
-    "accelerator_config": Key(_accelerator, f"training.{_ACCUMULATED}"),
+    "accelerator_config": Key(_accelerator, (f"training.{_ACCUMULATED}",)),
 }

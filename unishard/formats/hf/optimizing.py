@@ -111,9 +111,9 @@ def _fields_of_optimizer() -> Mapping[str, Key]:
         return read
 
     return {
-        "adam_beta1": Key(beta("adam_beta2", True), "optimizer.betas", tool_default=0.9),
-        "adam_beta2": Key(beta("adam_beta1", False), "optimizer.betas", tool_default=0.999),
-        "adam_epsilon": Key(belongs("optimizer.eps", ADAM, number(0)), "optimizer.eps", tool_default=1e-8),
+        "adam_beta1": Key(beta("adam_beta2", True), ("optimizer.betas",), tool_default=0.9),
+        "adam_beta2": Key(beta("adam_beta1", False), ("optimizer.betas",), tool_default=0.999),
+        "adam_epsilon": Key(belongs("optimizer.eps", ADAM, number(0)), ("optimizer.eps",), tool_default=1e-8),
     }
 
 
@@ -173,12 +173,12 @@ def _targets(value: Any, document: DocumentValues) -> KeyEffect:
 
 
 OPTIMIZER: Mapping[str, Key] = {
-    "optim": Key(lambda value, document: _optimizer(value), "optimizer.name", tool_default="adamw_torch_fused"),
-    "optim_args": Key(_arguments, "optimizer.momentum, optimizer.nesterov, optimizer.eps"),
+    "optim": Key(lambda value, document: _optimizer(value), ("optimizer.name",), tool_default="adamw_torch_fused"),
+    "optim_args": Key(_arguments, ("optimizer.momentum", "optimizer.nesterov", "optimizer.eps")),
     "learning_rate": sets("optimizer.lr", number(0), tool_default=5e-5),
     **_fields_of_optimizer(),
-    "weight_decay": Key(_decay, "optimizer.weight_decay, optimizer.no_decay", Fit.EQUIVALENT, tool_default=0.0),
-    "optim_target_modules": Key(_targets, "", Fit.UNSUPPORTED, _TARGETS),
+    "weight_decay": Key(_decay, ("optimizer.weight_decay", "optimizer.no_decay"), Fit.EQUIVALENT, tool_default=0.0),
+    "optim_target_modules": Key(_targets, (), Fit.UNSUPPORTED, _TARGETS),
     "adafactor": refuses(
         "adafactor is not supported; build the optimizer in the training script", lambda value: value in (None, False)
     ),

@@ -17,7 +17,7 @@ from unishard.contract.rules import Fit
 from unishard.formats.hf.loop import off
 
 _TYPE, _DOUBLE, _SKIPPED = "quantization.type", "quantization.double_quantization", "quantization.skip_modules"
-_BOTH = f"{_TYPE}, {_DOUBLE}"
+_BOTH = (_TYPE, _DOUBLE)
 _FOUR, _EIGHT, _KIND, _STORED, _COMPUTED = (
     *("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_quant_storage"),
     "bnb_4bit_compute_dtype",
@@ -128,16 +128,19 @@ def read_arguments(value: Any, document: DocumentValues) -> KeyEffect:
 
 KEYS: Mapping[str, Key] = {
     _FOUR: Key(_four_bits, _BOTH),
-    _EIGHT: Key(_eight_bits, _TYPE),
-    _KIND: _with_four_bits(Key(lambda value, document: KeyEffect(copy_verbatim=True), _TYPE)),
-    **{name: _with_four_bits(Key(lambda value, document: KeyEffect(copy_verbatim=True), _DOUBLE)) for name in _NESTED},
-    _STORED: _with_four_bits(Key(_stored, "", Fit.EQUIVALENT, _BYTES)),
-    _COMPUTED: _with_four_bits(Key(_computed, "", Fit.APPROXIMATE, _COMPUTES)),
+    _EIGHT: Key(_eight_bits, (_TYPE,)),
+    _KIND: _with_four_bits(Key(lambda value, document: KeyEffect(copy_verbatim=True), (_TYPE,))),
+    **{
+        name: _with_four_bits(Key(lambda value, document: KeyEffect(copy_verbatim=True), (_DOUBLE,)))
+        for name in _NESTED
+    },
+    _STORED: _with_four_bits(Key(_stored, (), Fit.EQUIVALENT, _BYTES)),
+    _COMPUTED: _with_four_bits(Key(_computed, (), Fit.APPROXIMATE, _COMPUTES)),
     _BITS: Key(_bits, _BOTH),
     _METHOD: Key(_method),
-    _WORD: Key(_of_bits, _TYPE),
-    _DOUBLED: Key(_of_bits, _DOUBLE),
-    "quantization_config": Key(read_arguments, f"{_BOTH}, {_SKIPPED}", Fit.EQUIVALENT, f"{_BYTES}; {_COMPUTES}"),
+    _WORD: Key(_of_bits, (_TYPE,)),
+    _DOUBLED: Key(_of_bits, (_DOUBLE,)),
+    "quantization_config": Key(read_arguments, (*_BOTH, _SKIPPED), Fit.EQUIVALENT, f"{_BYTES}; {_COMPUTES}"),
 }
 """Keys of files around TrainingArguments."""
 

@@ -94,12 +94,12 @@ _EXIT = "Trainer saves and returns from train(); here a save exits with code 85"
 
 SAVED: Mapping[str, Key] = {
     "output_dir": Key(
-        _directory, "checkpoint.dir", note=f"Trainer saves every {_STEPS} updates where nothing else is said"
+        _directory, ("checkpoint.dir",), note=f"Trainer saves every {_STEPS} updates where nothing else is said"
     ),
-    "save_strategy": Key(_strategy, "checkpoint.every_steps", note="your loop does epoch and best"),
-    "save_steps": Key(_steps, "checkpoint.every_steps", Fit.EQUIVALENT, _LAST),
-    "save_total_limit": Key(_limit, "checkpoint.keep_last"),
-    "enable_jit_checkpoint": Key(_at_signal, "checkpoint.on_signal", Fit.EQUIVALENT, _EXIT),
+    "save_strategy": Key(_strategy, ("checkpoint.every_steps",), note="your loop does epoch and best"),
+    "save_steps": Key(_steps, ("checkpoint.every_steps",), Fit.EQUIVALENT, _LAST),
+    "save_total_limit": Key(_limit, ("checkpoint.keep_last",)),
+    "enable_jit_checkpoint": Key(_at_signal, ("checkpoint.on_signal",), Fit.EQUIVALENT, _EXIT),
 }
 """What each argument says."""
 

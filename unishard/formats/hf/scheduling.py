@@ -217,15 +217,15 @@ def _kwargs(value: Any, document: DocumentValues) -> KeyEffect:
 
 SCHEDULE: Mapping[str, Key] = {
     "lr_scheduler_type": Key(
-        _type, "scheduler.name, scheduler.total_steps, scheduler.min_lr_ratio", tool_default="linear"
+        _type, ("scheduler.name", "scheduler.total_steps", "scheduler.min_lr_ratio"), tool_default="linear"
     ),
-    "lr_scheduler_kwargs": Key(_kwargs, "scheduler.min_lr_ratio"),
-    "warmup_steps": Key(_warmup, "scheduler.warmup_steps", tool_default=0),
+    "lr_scheduler_kwargs": Key(_kwargs, ("scheduler.min_lr_ratio",)),
+    "warmup_steps": Key(_warmup, ("scheduler.warmup_steps",), tool_default=0),
     "warmup_ratio": Key(
         _ratio,
-        "scheduler.warmup_steps",
+        ("scheduler.warmup_steps",),
         note="transformers 5 has no warmup_ratio any more; warmup_steps below 1 is one",
     ),
-    "max_steps": Key(_max_steps, "scheduler.total_steps"),
-    "num_train_epochs": Key(_epochs, "", Fit.NEEDS_INPUT, "your loop goes that often over the data"),
+    "max_steps": Key(_max_steps, ("scheduler.total_steps",)),
+    "num_train_epochs": Key(_epochs, (), Fit.NEEDS_INPUT, "your loop goes that often over the data"),
 }

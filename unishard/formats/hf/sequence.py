@@ -19,7 +19,7 @@ NAME = "parallelism_config"
 _AXES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 _OTHERS = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
 _METHODS = {"cp_size": "allgather", "sp_size": "ulysses"}
-_FIELDS = "parallel.sequence.size, parallel.sequence.method"
+_FIELDS = ("parallel.sequence.size", "parallel.sequence.method")
 
 
 def sharing_of(value: Any, ranks: int | None) -> Mapping[str, Any]:

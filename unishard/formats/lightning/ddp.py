@@ -22,9 +22,11 @@ def _bucket(value: Any, document: DocumentValues) -> KeyEffect:
 
 ARGUMENTS: Mapping[str, Key] = {
     **ignored("lightning/ignored_ddp.txt", left, off),
-    **each("broadcast_buffers forward_sync_buffers", optional(broadcast_buffers, "training.buffers", Fit.EQUIVALENT)),
+    **each(
+        "broadcast_buffers forward_sync_buffers", optional(broadcast_buffers, ("training.buffers",), Fit.EQUIVALENT)
+    ),
     "timeout": TIMEOUT,
-    "bucket_cap_mb": optional(_bucket, "communication.reduce_bucket_size"),
+    "bucket_cap_mb": optional(_bucket, ("communication.reduce_bucket_size",)),
 }
 """The arguments of `DDPStrategy`, and those that it hands on to DistributedDataParallel."""
 

@@ -121,28 +121,30 @@ def _seed(value: Any, document: DocumentValues) -> KeyEffect:
 _EPOCHS = "your training loop makes this many epochs or updates: {value}"
 TRAINER: Mapping[str, Key] = {
     "precision": Key(
-        precision, "precision.compute, precision.master, precision.reduce, precision.buffers", tool_default=DEFAULT
+        precision,
+        ("precision.compute", "precision.master", "precision.reduce", "precision.buffers"),
+        tool_default=DEFAULT,
     ),
     "accumulate_grad_batches": Key(
         lambda value, document: _accumulation(1 if value is None else value, document),
-        "training.gradient_accumulation_steps",
+        ("training.gradient_accumulation_steps",),
         tool_default=1,
     ),
     "gradient_clip_val": Key(
         lambda value, document: _clipping(value or 0, document),
-        "training.gradient_clipping",
+        ("training.gradient_clipping",),
         note=_SHARDS,
         tool_default=None,
     ),
-    "gradient_clip_algorithm": optional(_algorithm, "training.gradient_clipping"),
-    "accelerator": optional(_accelerator, "", Fit.IGNORED, _LAUNCH),
+    "gradient_clip_algorithm": optional(_algorithm, ("training.gradient_clipping",)),
+    "accelerator": optional(_accelerator, (), Fit.IGNORED, _LAUNCH),
     "devices": optional(
-        _devices, "launch.processes_per_node, launch.environment", note="a list of indices: CUDA_VISIBLE_DEVICES"
+        _devices, ("launch.processes_per_node", "launch.environment"), note="a list of indices: CUDA_VISIBLE_DEVICES"
     ),
-    "num_nodes": optional(_nodes, "launch.nodes"),
-    "callbacks": optional(callbacks, SCRIPT, Fit.NEEDS_INPUT, "your loop does what callbacks do beyond logging"),
-    "enable_checkpointing": optional(_saving, "checkpoint.every_steps", note="true leaves it to the callbacks"),
-    "plugins": optional(plugins, "precision.initial_loss_scale, precision.loss_scale_growth_interval"),
+    "num_nodes": optional(_nodes, ("launch.nodes",)),
+    "callbacks": optional(callbacks, (SCRIPT,), Fit.NEEDS_INPUT, "your loop does what callbacks do beyond logging"),
+    "enable_checkpointing": optional(_saving, ("checkpoint.every_steps",), note="true leaves it to the callbacks"),
+    "plugins": optional(plugins, ("precision.initial_loss_scale", "precision.loss_scale_growth_interval")),
     "sync_batchnorm": by_script(
         "call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before the model is wrapped"
     ),
@@ -156,7 +158,7 @@ TRAINER: Mapping[str, Key] = {
                 "your script shares the samples out itself: hand engine.batches a loader that does",
             )
         ),
-        SCRIPT,
+        (SCRIPT,),
     ),
     "reload_dataloaders_every_n_epochs": by_script("rebuild the DataLoader every {value} epochs", 0),
     "max_epochs": by_script(_EPOCHS, -1),
@@ -176,7 +178,7 @@ REMOVED: Mapping[str, Key] = ignored("lightning/removed.txt", off=off)
 """The Trainer's arguments of Lightning 1 that Lightning 2 refuses."""
 
 BESIDE: Mapping[str, Key] = {
-    "seed_everything": optional(_seed, "training.seed"),
+    "seed_everything": optional(_seed, ("training.seed",)),
     **ignored("lightning/ignored_cli.txt", left),
 }
 """LightningCLI's keys beside `trainer` but `optimizer` and `lr_scheduler`; it hands every other one to the user's own

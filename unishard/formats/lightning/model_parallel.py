@@ -30,8 +30,8 @@ def _data(value: Any, document: DocumentValues) -> KeyEffect:
 
 
 ARGUMENTS: Mapping[str, Key] = {
-    "data_parallel_size": Key(_data, "sharding.strategy", Fit.APPROXIMATE, _WRITTEN, tool_default="auto"),
-    "tensor_parallel_size": Key(_tensor, "", Fit.UNSUPPORTED, _TENSOR, tool_default="auto"),
+    "data_parallel_size": Key(_data, ("sharding.strategy",), Fit.APPROXIMATE, _WRITTEN, tool_default="auto"),
+    "tensor_parallel_size": Key(_tensor, (), Fit.UNSUPPORTED, _TENSOR, tool_default="auto"),
     "save_distributed_checkpoint": left("affects only the files of checkpoints"),
     "parallelize_fn": left(_WRITTEN),
     "process_group_backend": left("the launcher decides it"),

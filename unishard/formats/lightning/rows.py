@@ -21,7 +21,7 @@ def off(value: Any) -> bool:
 
 
 def optional(
-    read: Callable[[Any, DocumentValues], KeyEffect], fields: str = "", fit: Fit = Fit.EXACT, note: str = ""
+    read: Callable[[Any, DocumentValues], KeyEffect], fields: tuple[str, ...] = (), fit: Fit = Fit.EXACT, note: str = ""
 ) -> Key:
     """A row that has nothing to say where the value is null."""
     return Key(lambda value, document: UNSET if value is None else read(value, document), fields, fit, note)
@@ -39,13 +39,13 @@ def _timeout(value: Any, document: DocumentValues) -> KeyEffect:
     return KeyEffect(fields={"communication.timeout": sum(unit * float(number or 0) for unit, number in units)})
 
 
-TIMEOUT = optional(_timeout, "communication.timeout")
+TIMEOUT = optional(_timeout, ("communication.timeout",))
 """The row of every strategy that starts a process group."""
 
 
 def left(why: str) -> Key:
     """A key that concerns only a launcher, a log, or files."""
-    return optional(lambda value, document: left_out(why), "", Fit.IGNORED, why)
+    return optional(lambda value, document: left_out(why), (), Fit.IGNORED, why)
 
 
 def by_script(note: str, *idle: Any) -> Key:
@@ -58,4 +58,4 @@ def by_script(note: str, *idle: Any) -> Key:
             return left_out("is off")
         return KeyEffect(Fit.NEEDS_INPUT, note.format(value=shown(value)))
 
-    return optional(read, SCRIPT, Fit.NEEDS_INPUT, note.format(value="..."))
+    return optional(read, (SCRIPT,), Fit.NEEDS_INPUT, note.format(value="..."))
