@@ -57,6 +57,12 @@ class Problem(NamedTuple):
         return ": ".join(part for part in (in_one_line(self.where), in_one_line(self.path), self.what) if part)
 
 
+def in_parts(reason: str) -> tuple[str, str]:
+    """What is wrong, and what to write instead, which every reason has after its first semicolon; empty without one."""
+    what, _, instead = reason.partition("; ")
+    return what, instead
+
+
 class ConfigError(UnishardError, ValueError):
     """A config file, or values in it, cannot be used. Lists every problem, one per line."""
 

@@ -18,7 +18,7 @@ from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.rules import Fit
 from unishard.formats import Outcome, catalog, translate
-from unishard.formats.readback import differences, read_back
+from unishard.formats.readback import Join, read_back
 from unishard.formats.verify import read_settings
 
 EIGHT = Topology(world_size=8, local_world_size=4)
@@ -88,7 +88,7 @@ def test_what_a_way_there_and_back_changes_is_named(to: str) -> None:
         back = read_back(catalog.get(origin), again.document, again.reading)
         lost = {
             path
-            for path, one in differences(there.reading, back).items()
+            for path, one in Join(there.reading, {}, back).different.items()
             if one.before.said and not path.startswith("native.")
         }
         assert lost - {"backend"} <= named(there) | named(again)  # `--to deepspeed` asks for the engine

@@ -14,7 +14,7 @@ from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.rules import SCRIPT, Fit
 from unishard.formats import Outcome, catalog, translate
-from unishard.formats.readback import differences, read_back
+from unishard.formats.readback import Join, read_back
 from unishard.formats.verify import verify
 
 FOUR = Topology(world_size=4, local_world_size=4)
@@ -50,7 +50,7 @@ def unnamed(outcome: Outcome) -> set[str]:
             named |= {*one.entry.effect.fields, *(f"native.{key}" for key in one.entry.effect.native)}
     implied = {"sharding.reshard_after_forward", "sharding.group_size", "precision.loss_scale"}
     keys = {key for one in outcome.items if one.fit is not Fit.EXACT for key in one.becomes.split(", ")}
-    found = differences(outcome.reading, back_of(outcome))
+    found = Join(outcome.reading, {}, back_of(outcome)).different
     return {
         path
         for path, one in found.items()

@@ -71,4 +71,4 @@ def diff(
 def _shown(side: Side) -> str:
     if side.said or side.value is not None:
         return f"{value_of(side.value)}  ({side.origin})"
-    return side.origin if side.origin == "not said" else f"undecided: {side.origin}"
+    return side.origin if side.silent else f"undecided: {side.origin}"

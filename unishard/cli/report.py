@@ -13,7 +13,7 @@ from unishard.errors import printable
 
 if TYPE_CHECKING:
     from unishard.formats import Item, Outcome
-    from unishard.formats.comparing import Difference
+    from unishard.formats.comparing import FieldRow
 from unishard.cli.text_report import LOUD, key_value, listed, needs_input, value_of, write_text
 
 _ORDER = (Fit.EXACT, Fit.EQUIVALENT, Fit.IGNORED, Fit.APPROXIMATE, Fit.NEEDS_INPUT, Fit.UNSUPPORTED)
@@ -82,7 +82,7 @@ def _object(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _change(one: Difference) -> dict[str, Any]:
+def _change(one: FieldRow) -> dict[str, Any]:
     return {
         "field": one.field,
         "before": plain(one.before.value),

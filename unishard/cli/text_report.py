@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 from unishard.cli.tables import FIT_STYLES
 from unishard.cli.wrapping import report_width, shell_lines, width_of, wrapped
 from unishard.config.describe import bare
+from unishard.contract.entries import Undecided
 from unishard.contract.rules import Fit
 from unishard.errors import in_one_line
 
 if TYPE_CHECKING:
     from unishard.contract.entries import Entry
     from unishard.formats import Item, Outcome
-    from unishard.formats.comparing import Difference
+    from unishard.formats.comparing import FieldRow
     from unishard.formats.supplied import Supplied
 
 
@@ -182,7 +183,7 @@ def _changes(outcome: Outcome) -> Iterator[_Line]:
         yield _Line(", ".join(f"{change.field} = {value_of(change.after.value)}" for change in left), 2)
 
 
-def _before(change: Difference) -> str:
+def _before(change: FieldRow) -> str:
     return "what the script does" if change.before.value is None else value_of(change.before.value)
 
 
@@ -217,7 +218,7 @@ def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:
     """How many keys of the file are carried over, and what became of the others."""
     written = [item for item in outcome.items if not item.assumed and not item.supplied]
     counts = {fit: sum(item.fit is fit for item in written) for fit in Fit}
-    ranks = sum(item.fit is Fit.NEEDS_INPUT and _RANKS in item.note for item in written)
+    ranks = sum(item.fit is Fit.NEEDS_INPUT and _by_ranks(item) for item in written)
     parts = [
         f"{counts[Fit.EXACT] + counts[Fit.EQUIVALENT]} of {len(written)} keys carried over",
         *(f"{counts[fit]} {fit}" for fit in (Fit.APPROXIMATE, Fit.UNSUPPORTED, Fit.IGNORED) if counts[fit]),
@@ -236,6 +237,10 @@ def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:
     hidden = len(outcome.items) - len(items) + counts[Fit.EXACT]
     more = "" if full or not hidden else " (--report full lists all)"
     return f"{outcome.reading.format} -> {outcome.to}: {'; '.join(parts)}{more}"
+
+
+def _by_ranks(item: Item) -> bool:
+    return any(isinstance(value, Undecided) and value.by_ranks for value in item.entry.effect.fields.values())
 
 
 def _need(count: int) -> str:

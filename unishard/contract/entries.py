@@ -45,6 +45,8 @@ class Undecided(NamedTuple):
     """Who decides it, such as `per_device_train_batch_size of the TrainingArguments`."""
     required: bool = False
     """Whether no tool's default may take its place: only a file that is not there says it."""
+    by_ranks: bool = False
+    """Whether it follows from the number of ranks, which nothing says."""
 
 
 class KeyEffect(NamedTuple):
@@ -74,6 +76,11 @@ class KeyEffect(NamedTuple):
     loads, the operations that `torch.autocast` keeps in fp32."""
     rejected_upstream: bool = False
     """Whether the tool refuses or misreads the key as it stands, so that it goes through in no case."""
+
+    @property
+    def sayings(self) -> Mapping[str, Any]:
+        """All that it says of the config: the fields, and the settings of an engine below `native`."""
+        return {**self.fields, **{f"native.{key}": value for key, value in self.native.items()}}
 
 
 def left_out(note: str) -> KeyEffect:

@@ -26,7 +26,21 @@ class FieldResult(NamedTuple):
 
     fit: Fit
     key: str
+    """What says it, in words."""
     note: str
+    keys: tuple[str, ...] = ()
+    """The dotted keys of the document that hold it."""
+    left_out: bool = False
+    """Whether only the training script knows it, and the document does not hold it."""
+
+    @classmethod
+    def held(cls, *keys: str, fit: Fit = Fit.EXACT, note: str = "") -> FieldResult:
+        """The result of a field that these keys hold, and nothing else says."""
+        return cls(fit, ", ".join(keys), note, keys)
+
+    def below(self, block: str) -> FieldResult:
+        """The same in a document that has all of it in one block."""
+        return self._replace(key=f"{block}.{self.key}", keys=tuple(f"{block}.{key}" for key in self.keys))
 
 
 class RenderedDocument(NamedTuple):
@@ -60,13 +74,14 @@ def _render_field(
     path: str, row: Rule, cfg: Config, topology: Topology, *, undecided: bool
 ) -> tuple[Native, FieldResult]:
     if undecided and row.auto:
-        fragment = nested(dict.fromkeys(dict(flat(row.to(cfg, topology))), AUTO))
-        return fragment, FieldResult(Fit.NEEDS_INPUT, row.key, KEPT_AUTO)
+        keys = tuple(dict(flat(row.to(cfg, topology))))
+        return nested(dict.fromkeys(keys, AUTO)), FieldResult(Fit.NEEDS_INPUT, row.key, KEPT_AUTO, keys)
     if undecided:
         return {}, _left_out(row)
     fit, note = row.outcome(path, cfg)
     refused = fit in (Fit.UNSUPPORTED, Fit.NEEDS_INPUT)
-    return ({} if refused else row.to(cfg, topology)), FieldResult(fit, row.key, note)
+    fragment = {} if refused else row.to(cfg, topology)
+    return fragment, FieldResult(fit, row.key, note, tuple(dict(flat(fragment))))
 
 
 def _left_out(row: Rule) -> FieldResult:
@@ -76,4 +91,4 @@ def _left_out(row: Rule) -> FieldResult:
             return FieldResult(Fit.EXACT, row.key, "still decides it")
         case Fit.IGNORED:
             return FieldResult(row.fit, row.key, row.note)
-    return FieldResult(Fit.NEEDS_INPUT, row.key, LEFT_OUT)
+    return FieldResult(Fit.NEEDS_INPUT, row.key, LEFT_OUT, left_out=True)

@@ -72,4 +72,5 @@ class Translation(NamedTuple):
 def apply(rules: Mapping[str, Rule], cfg: Config, topology: Topology) -> tuple[Native, Report]:
     """What a backend's rules make of a config: its native config and the report. Pure; imports no engine."""
     native, fields = render(rules, cfg, topology)
-    return native, Report(tuple(Line(path, value_at(cfg, path), *result) for path, result in fields.items()))
+    lines = (Line(path, value_at(cfg, path), one.fit, one.key, one.note) for path, one in fields.items())
+    return native, Report(tuple(lines))

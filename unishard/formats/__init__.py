@@ -3,8 +3,8 @@
     a file            open it: plain data, and the line of each key                  source.py
     Source            read it: what each key says (`Entry`), and the config          format.py, reading.py
     ReadDocument      write that in another tool's words, field by field             the format's folder
-    RenderedDocument   read that back: what it means otherwise                        readback.py
-    Difference        report: what became of each key (`Item`), and what no key says  items.py
+    RenderedDocument  what became of each key (`Item`)                               items.py
+    Join              read it back, and join by field: said, written, meant there    readback.py
     Outcome           the text, and the report on it                                 translating.py
 
 `--drop` takes keys out of the source, and `--with` fills what the reading leaves open (dropping.py, filling.py). A

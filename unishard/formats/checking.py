@@ -41,9 +41,6 @@ def _placed(problem: Problem, outcome: Outcome) -> Problem:
     """The problem with the line of the key that decides the field."""
     reading = outcome.reading
     for entry in reading.entries:
-        if not entry.assumed and problem.path in (
-            *entry.effect.fields,
-            *(f"native.{key}" for key in entry.effect.native),
-        ):
+        if not entry.assumed and problem.path in entry.effect.sayings:
             return Problem(problem.path, problem.what, str(reading.source.origins.of(entry.path)))
     return Problem(problem.path, problem.what, reading.source.name)

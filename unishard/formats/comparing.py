@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from unishard.config import Config, leaves, value_at
 from unishard.config.nested import flat
 from unishard.contract.entries import Entry
-from unishard.contract.render import AUTO
+from unishard.contract.render import AUTO, FieldResult
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
 from unishard.formats.reading import ReadDocument
@@ -39,27 +39,47 @@ class Side(NamedTuple):
         return not (self.said or self.open)
 
 
-class Difference(NamedTuple):
-    """One field that means something else in one config than in the other."""
+class FieldRow(NamedTuple):
+    """One field: what one config says of it, and what another says, which may be a translation of it."""
 
     field: str
     before: Side
     after: Side
+    written: FieldResult | None = None
+    """What became of it where the one was written as the other."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether it means something else; what is undecided on both sides is no difference."""
+        a, b = self.before, self.after
+        if self.field == _RANKS and not (a.said and b.said):
+            return False  # the launcher says it where the config does not
+        if a.open and b.open:
+            return a.origin != b.origin and _is_spelled_out(a.entry) and _is_spelled_out(b.entry)
+        return a.open != b.open or bool(a.value != b.value)
 
 
-def compare(a: ReadDocument, b: ReadDocument) -> tuple[Difference, ...]:
+def compare(a: ReadDocument, b: ReadDocument) -> tuple[FieldRow, ...]:
     """The fields in which two configs differ in meaning, in the order of the schema; settings that only one engine has
     come last.
 
     What a tool assumes counts as said. A field about which a config says nothing has unishard's default, which is that
     of its tool, or else the training script's to decide. What is undecided on both sides is no difference.
     """
+    return tuple(row for row in join(a, b) if row.differs)
+
+
+def join(a: ReadDocument, b: ReadDocument, written: Mapping[str, FieldResult] | None = None) -> Iterator[FieldRow]:
+    """A row for each field of two configs, in the order of the schema; settings that only one engine has come last.
+
+    Args:
+        a: The one.
+        b: The other.
+        written: What became of each field, where the one was written as the other.
+    """
     sides = (_sides(a) | _ranks(a), _sides(b) | _ranks(b))
-    paths = dict.fromkeys(
-        [path for path, _ in leaves(Config) if path != "native"] + [path for side in sides for path in side]
-    )
-    differences = (Difference(path, sides[0].get(path, _SILENT), sides[1].get(path, _SILENT)) for path in paths)
-    return tuple(difference for difference in differences if not _same(difference))
+    for path in dict.fromkeys((*(path for path, _ in leaves(Config) if path != "native"), *sides[0], *sides[1])):
+        yield FieldRow(path, sides[0].get(path, _SILENT), sides[1].get(path, _SILENT), (written or {}).get(path))
 
 
 class Uncompared(NamedTuple):
@@ -106,15 +126,6 @@ def _is_spelled_out(entry: Entry | None) -> bool:
 NOT_SAID = "not said"
 _SILENT = Side(None, NOT_SAID, said=False)
 _RANKS = "ranks"
-
-
-def _same(difference: Difference) -> bool:
-    a, b = difference.before, difference.after
-    if difference.field == _RANKS and not (a.said and b.said):
-        return True  # the launcher says it where the config does not
-    if a.open and b.open:
-        return a.origin == b.origin or not (_is_spelled_out(a.entry) and _is_spelled_out(b.entry))
-    return a.open == b.open and bool(a.value == b.value)
 
 
 def _sides(reading: ReadDocument) -> dict[str, Side]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from unishard.config import Config, leaves, value_at
+from unishard.config import Config, leaves
 from unishard.config.describe import shown
 from unishard.contract.entries import Entry, Undecided
 from unishard.contract.rules import Fit
+from unishard.errors import in_parts
+from unishard.formats.comparing import FieldRow, join
+from unishard.formats.readback import same
 from unishard.formats.reading import ReadDocument
 from unishard.formats.translating import Outcome
 
@@ -31,8 +34,10 @@ def with_effects(outcome: Outcome, whole: ReadDocument) -> Outcome:
         """What a key says: its entry and those below it, or that of the block around it which is one value."""
         return within.get(key) or [own[name] for name in _with_blocks(key) if name in own]
 
+    rows = {row.field: row for row in join(whole, outcome.reading)}
+    rows |= {one.field: one._replace(after=one.after._replace(open=False)) for one in outcome.changes}
     return outcome._replace(
-        dropped=tuple(one._replace(effect=_effect(entries_of(one.key), outcome)) for one in outcome.dropped)
+        dropped=tuple(one._replace(effect=_effect(entries_of(one.key), rows)) for one in outcome.dropped)
     )
 
 
@@ -41,12 +46,12 @@ def _with_blocks(key: str) -> Iterator[str]:
     return (f"{key}."[:at] for at, character in enumerate(f"{key}.") if character == ".")
 
 
-def _effect(entries: list[Entry], outcome: Outcome) -> str:
+def _effect(entries: list[Entry], rows: Mapping[str, FieldRow]) -> str:
     if not entries:
         return ""
     effect = entries[0].effect
-    why = effect.note.partition("; ")[0]
-    now = ", ".join(dict.fromkeys(said for entry in entries for said in _now(entry, outcome)))
+    why, _ = in_parts(effect.note)
+    now = ", ".join(dict.fromkeys(said for entry in entries for said in _now(entry, rows)))
     if effect.fit is Fit.UNSUPPORTED:
         return f"the training goes without it{now and f': {now}'}{why and f' ({why})'}"
     if now:
@@ -56,19 +61,17 @@ def _effect(entries: list[Entry], outcome: Outcome) -> str:
     return f"left to the default of {next(iter(effect.native)).partition('.')[0]}{why and f' ({why})'}"
 
 
-def _now(entry: Entry, outcome: Outcome) -> Iterator[str]:
+def _now(entry: Entry, rows: Mapping[str, FieldRow]) -> Iterator[str]:
     """Each field that the key decides, and what holds now, where that is something else."""
-    reading, effect = outcome.reading, entry.effect
-    others = {change.field: change.after.value for change in outcome.changes}
+    effect = entry.effect
     for field in dict.fromkeys(path for path in (*effect.fields, *effect.decides) if path in _FIELDS):
-        before = effect.fields.get(field)
-        after = others.get(field, value_at(reading.config, field))
-        if field in reading.undecided and field not in others:
+        before, after = effect.fields.get(field), rows[field].after
+        if after.open:
             if not isinstance(before, Undecided):
-                yield f"{field} comes from {reading.undecided[field].who}"
+                yield f"{field} comes from {after.origin}"
         elif field not in effect.fields:
-            yield f"{field} is {shown(after)}"
+            yield f"{field} is {shown(after.value)}"
         elif isinstance(before, Undecided):
-            yield f"{field} is {shown(after)}, no longer from {before.who}"
-        elif after != (tuple(before) if isinstance(after, tuple) and isinstance(before, list) else before):
-            yield f"{field} is {shown(after)} instead of {shown(before)}"
+            yield f"{field} is {shown(after.value)}, no longer from {before.who}"
+        elif not same(after.value, before):
+            yield f"{field} is {shown(after.value)} instead of {shown(before)}"

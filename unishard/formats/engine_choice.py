@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from unishard.config.nested import is_within
 from unishard.contract.entries import Entry
 from unishard.contract.rules import Fit
-from unishard.errors import ConfigError, Problem
+from unishard.errors import ConfigError, Problem, in_parts
 from unishard.formats.dropping import DroppedKey
 from unishard.formats.items import Item
 from unishard.formats.reading import ReadDocument
@@ -79,7 +79,7 @@ def check_understood(reading: ReadDocument, items: Iterable[Item], tool: str) ->
     hinted = [
         Problem(entry.key, entry.effect.note, str(reading.source.origins.of(entry.path)))
         for entry in unknown
-        if "; " in entry.effect.note
+        if in_parts(entry.effect.note)[1]
     ]
     raise ConfigError([Problem("", f"has no key that {tool} trains by, {_NOTHING}", reading.source.name), *hinted])
 

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from unishard.config import value_at
-from unishard.config.loading.placeholders import placeholder
 from unishard.config.nested import flat
 from unishard.contract.entries import Entry, KeyEffect
-from unishard.contract.render import KEPT_AUTO, LEFT_OUT, FieldResult, RenderedDocument
-from unishard.contract.rules import NO_KEY, Fit, worst
+from unishard.contract.render import FieldResult, RenderedDocument
+from unishard.contract.rules import NO_KEY, SCRIPT, Fit, worst
 from unishard.formats.format import Format
 from unishard.formats.reading import ReadDocument
-from unishard.formats.same_engine import left_to_engine, stays_with_engine
+from unishard.formats.same_engine import of_engine, stays_with_engine
 
 _SET = "--set "
 
@@ -24,13 +23,33 @@ class Item(NamedTuple):
     entry: Entry
     """The key; `--set FIELD` for an override that is refused."""
     fit: Fit
-    becomes: str
-    """What says it in the other format, in words; empty where nothing does."""
-    note: str
+    written: tuple[FieldResult, ...] = ()
+    """What says it in the other format; empty where nothing does."""
+    reasons: tuple[str, ...] = ()
     line: int | None = None
     """Of the key in its file."""
     notable: bool = False
     """Whether the default report has a line for it although its tool assumes it."""
+
+    @property
+    def becomes(self) -> str:
+        """What says it in the other format, in words."""
+        return ", ".join(dict.fromkeys(word.key for word in self.written if word.key))
+
+    @property
+    def note(self) -> str:
+        """The reasons, in words."""
+        return "; ".join(dict.fromkeys(filter(None, self.reasons)))
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The dotted keys of the other document that hold it."""
+        return frozenset(key for word in self.written for key in word.keys)
+
+    @property
+    def by_script(self) -> bool:
+        """Whether the training script says it there."""
+        return any(word.key == SCRIPT for word in self.written)
 
     @property
     def of_override(self) -> bool:
@@ -72,9 +91,9 @@ def item_of(entry: Entry, reading: ReadDocument, target: Format, written: Render
         target: The other format.
         written: What that makes of the config.
     """
-    result = _unless_left(_result(entry, reading, target, written), entry, reading, target, written)
+    item = _unless_left(_item(entry, reading, target, written), reading, target, written)
     line = None if entry.assumed or entry.supplied else reading.source.origins.of(entry.path).line
-    return Item(entry, result.fit, result.key, result.note, line, entry.assumed and entry.effect.notable)
+    return item._replace(line=line, notable=entry.assumed and entry.effect.notable)
 
 
 def refused_overrides(overrides: Iterable[str], reading: ReadDocument, written: RenderedDocument) -> Iterator[Item]:
@@ -86,103 +105,99 @@ def refused_overrides(overrides: Iterable[str], reading: ReadDocument, written: 
         if result and result.fit is Fit.UNSUPPORTED and field not in fields:
             effect = KeyEffect(Fit.UNSUPPORTED, result.note, decides=(field,))
             entry = Entry((f"{_SET}{field}",), value_at(reading.config, field), effect)
-            yield Item(entry, result.fit, result.key, result.note)
+            yield Item(entry, result.fit, (result,), (result.note,))
 
 
-def _unless_left(
-    result: FieldResult, entry: Entry, reading: ReadDocument, target: Format, written: RenderedDocument
-) -> FieldResult:
-    """The result, which is exact for a default of the engine or a setting without a field where another tool drives the
+def _unless_left(item: Item, reading: ReadDocument, target: Format, written: RenderedDocument) -> Item:
+    """The item, which is exact for a default of the engine or a setting without a field where another tool drives the
     same engine.
     """
-    if (
-        target.name == "unishard"
-        or result.fit not in (Fit.EQUIVALENT, Fit.APPROXIMATE)
-        or not stays_with_engine(reading)
-    ):
-        return result
-    if (entry.effect.fields and not entry.assumed) or not left_to_engine(entry, written.document):
-        return result
-    return FieldResult(Fit.EXACT, "" if entry.assumed else entry.key, "the same default there" if entry.assumed else "")
+    entry = item.entry
+    if target.name == "unishard" or item.fit not in (Fit.EQUIVALENT, Fit.APPROXIMATE) or not stays_with_engine(reading):
+        return item
+    there = of_engine(entry, written.document)
+    if entry.assumed:
+        return item if there else Item(entry, Fit.EXACT, reasons=("the same default there",))
+    if entry.effect.fields or not there or any(value != entry.value for value in there.values()):
+        return item
+    return Item(entry, Fit.EXACT, (FieldResult(Fit.EXACT, entry.key, "", tuple(there)),))
 
 
-def _result(entry: Entry, reading: ReadDocument, target: Format, written: RenderedDocument) -> FieldResult:
+def _item(entry: Entry, reading: ReadDocument, target: Format, written: RenderedDocument) -> Item:
     effect = entry.effect
     if as_it_is := written.fields.get(entry.as_it_is):
-        return as_it_is
+        return Item(entry, as_it_is.fit, (as_it_is,), (as_it_is.note,))
     if effect.fit is Fit.UNSUPPORTED:
-        return FieldResult(Fit.UNSUPPORTED, "", effect.note)
+        return Item(entry, Fit.UNSUPPORTED, reasons=(effect.note,))
     if effect.copy_verbatim and reading.format == target.name and effect.fields.keys() <= reading.undecided.keys():
-        return FieldResult(Fit.EXACT, entry.key, "kept")
-    own = _native_result(entry, reading, written) if effect.native else None
+        return Item(entry, Fit.EXACT, (FieldResult.held(entry.key),), ("kept",))
+    own = _native_item(entry, reading, written) if effect.native else None
     if not effect.fields:
-        return own or FieldResult(effect.fit, "", effect.note)
-    if own is None:
-        result = _field_result(entry, reading, written)
-        silent = entry.assumed and reading.format == target.name and result.note.endswith(LEFT_OUT)
-        left = f"{effect.note}; still left to it" if effect.notable else "still left to the tool's default"
-        return FieldResult(Fit.EXACT, "", left) if silent else result
-    field_result = _field_result(entry.but(Fit.EXACT, ""), reading, written)
-    becomes, note = (
-        ", ".join(filter(None, (field_result.key, own.key))),
-        "; ".join(filter(None, (field_result.note, own.note))),
-    )
-    return FieldResult(worst(field_result.fit, own.fit), becomes, note)
+        return own or Item(entry, effect.fit, reasons=(effect.note,))
+    if own is not None:
+        held = _item_of_fields(entry.but(Fit.EXACT, ""), reading, written)
+        return Item(entry, worst(held.fit, own.fit), held.written + own.written, held.reasons + own.reasons)
+    item = _item_of_fields(entry, reading, written)
+    left = entry.assumed and reading.format == target.name and item.fit is Fit.NEEDS_INPUT
+    if left and any(word.left_out for word in _words(entry, written)):
+        note = f"{effect.note}; still left to it" if effect.notable else "still left to the tool's default"
+        return Item(entry, Fit.EXACT, reasons=(note,))
+    return item
 
 
-def _native_result(entry: Entry, reading: ReadDocument, written: RenderedDocument) -> FieldResult:
+def _native_item(entry: Entry, reading: ReadDocument, written: RenderedDocument) -> Item:
     """What became of settings that only one engine has: exact where the document that is written holds them, or says
     that it does.
     """
     words = [_native_setting(path, reading, written) for path in entry.effect.native]
     worst_result = max(words, key=lambda result: result.fit.severity)
     if worst_result.fit is Fit.EXACT:
-        return FieldResult(Fit.EXACT, ", ".join(word.key for word in words), "")
+        return Item(entry, Fit.EXACT, tuple(words))
     # What is lost where the setting is dropped, the key itself says.
     own = entry.effect.fit
     fit = own if worst_result.fit is Fit.IGNORED else worst(own, worst_result.fit)
-    return FieldResult(fit, "", "; ".join(dict.fromkeys(filter(None, (entry.effect.note, worst_result.note)))))
+    return Item(entry, fit, reasons=(entry.effect.note, worst_result.note))
 
 
 def _native_setting(path: str, reading: ReadDocument, written: RenderedDocument) -> FieldResult:
     engine, _, key = path.partition(".")
     if engine != reading.config.backend:
-        return FieldResult(Fit.IGNORED, "", "")
+        return _DROPPED
     if result := written.fields.get(f"native.{path}"):
         return result
     held = [name for name, _ in flat(written.document) if f".{key}." in f".{name}."]
-    return FieldResult(Fit.EXACT, min(held, key=len), "") if held else FieldResult(Fit.IGNORED, "", "")
+    return FieldResult.held(min(held, key=len)) if held else _DROPPED
 
 
-_SAID = FieldResult(Fit.EXACT, "", "")
+_DROPPED = FieldResult(Fit.IGNORED, "", "")
+
+
+def _words(entry: Entry, written: RenderedDocument) -> list[FieldResult]:
+    return [written.fields[field] for field in entry.effect.fields if field in written.fields]
 
 
 def _left_to_the_tool(field: str, written: RenderedDocument) -> bool:
     """Whether a document says nothing of an undecided field: neither `auto` nor a placeholder."""
-    result = written.fields.get(field, _SAID)
-    return (
-        result.fit is Fit.NEEDS_INPUT
-        and result.note != KEPT_AUTO
-        and placeholder(field) not in dict(flat(written.document)).values()
-    )
+    result = written.fields.get(field)
+    return result is not None and result.fit is Fit.NEEDS_INPUT and not result.keys
 
 
-def _unknown(fields: list[str], reading: ReadDocument) -> FieldResult:
-    """The outcome of a key with unknown fields that the other format cannot leave open: its tool's defaults would train
+def _unknown(entry: Entry, fields: list[str], reading: ReadDocument) -> Item:
+    """A key with unknown fields that the other format cannot leave open: its tool's defaults would train
     differently.
     """
     who = reading.undecided[fields[0]].who
     note = f"{who}, says {', '.join(fields)}; add it, or {' '.join(f'--set {field}=...' for field in fields)}"
-    return FieldResult(Fit.UNSUPPORTED, "", note)
+    return Item(entry, Fit.UNSUPPORTED, reasons=(note,))
 
 
-def _field_result(entry: Entry, reading: ReadDocument, written: RenderedDocument) -> FieldResult:
+def _item_of_fields(entry: Entry, reading: ReadDocument, written: RenderedDocument) -> Item:
     """Of what the key means and what the other format makes of it, the worse."""
     own = entry.effect
     left = [field for field in own.fields if field in reading.undecided]
     if missing := [field for field in left if reading.undecided[field].required and _left_to_the_tool(field, written)]:
-        return _unknown(missing, reading)
-    words = [written.fields[field] for field in own.fields if field in written.fields]
+        return _unknown(entry, missing, reading)
+    words = _words(entry, written)
     severest = worst(*(word.fit for word in words))
     fit, notes = worst(own.fit, severest), [own.note] if own.fit is not Fit.EXACT or own.notable else []
     if own.fit is Fit.NEEDS_INPUT:
@@ -190,8 +205,5 @@ def _field_result(entry: Entry, reading: ReadDocument, written: RenderedDocument
         fit, notes = severest, notes if left and severest is Fit.NEEDS_INPUT else []
     elif severest is Fit.NEEDS_INPUT:
         notes += [f"{field} comes from {reading.undecided[field].who}" for field in left]
-    notes += (
-        [word.note for word in words if word.note and word.fit is not Fit.EXACT] if severest is not Fit.EXACT else []
-    )
-    becomes = ", ".join(dict.fromkeys(word.key for word in words if word.key not in ("", NO_KEY)))
-    return FieldResult(fit, becomes, "; ".join(dict.fromkeys(filter(None, notes))))
+    notes += [word.note for word in words if word.fit is not Fit.EXACT]
+    return Item(entry, fit, tuple(word for word in words if word.key != NO_KEY), tuple(notes))

@@ -6,6 +6,7 @@ from unishard.config.describe import shown
 from unishard.contract.entries import Entry, KeyEffect, Path
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
+from unishard.errors import in_parts
 from unishard.formats import catalog, launcher_config
 from unishard.formats.engine_choice import RECIPES
 from unishard.formats.precedence import same_value
@@ -129,7 +130,7 @@ def _again(entry: Entry, filled_in: Entry, supplied: Supplied, where: Path) -> E
     named = next((name for name in names if name in supplied.values), None)
     place = (supplied.place(named) if named else supplied.default) if names else ""
     if refused and place:
-        message, _, instead = filled_in.effect.note.partition(";")
-        return entry._replace(effect=filled_in.effect._replace(note=f"{message} ({place});{instead}"))
+        what, instead = in_parts(filled_in.effect.note)
+        return entry._replace(effect=filled_in.effect._replace(note=f"{what} ({place}); {instead}"))
     known = entry.value == AUTO and filled_in.effect.fit is not Fit.NEEDS_INPUT
     return entry._replace(effect=filled_in.effect, place=place if known else "")

@@ -21,7 +21,7 @@ from unishard.config.nested import is_within, merge, nested
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect, Undecided
 from unishard.contract.rules import Fit
-from unishard.errors import ConfigError, Problem
+from unishard.errors import ConfigError, Problem, in_parts
 from unishard.formats.source import Source
 from unishard.formats.undecided import without_unused
 
@@ -202,7 +202,7 @@ def _without_contradictions(entries: Sequence[Entry], changed: Collection[str] =
     first_sayings: dict[str, tuple[Entry, Any]] = {}
     consistent: list[Entry] = []
     for entry in sorted(entries, key=lambda entry: entry.assumed):
-        sayings = {**entry.effect.fields, **{f"native.{key}": value for key, value in entry.effect.native.items()}}
+        sayings = entry.effect.sayings
         clashes = [name for name, value in sayings.items() if name in first_sayings and first_sayings[name][1] != value]
         if entry.assumed and clashes:
             fields = {field: value for field, value in entry.effect.fields.items() if field not in clashes}
@@ -312,36 +312,28 @@ def _refuse(entries: Sequence[Entry], faults: Mapping[str, str]) -> list[Entry]:
     if yielding:
         return [entry for index, entry in enumerate(entries) if index not in yielding]
     return [
-        entry.but(Fit.UNSUPPORTED, _worded(blamed[index])) if index in blamed else entry
+        entry.but(Fit.UNSUPPORTED, _worded(*blamed[index])) if index in blamed else entry
         for index, entry in enumerate(entries)
     ]
 
 
-def _yielded(entry: Entry, fault: str) -> Entry:
-    note = f"the tool's default {_worded(fault)}; left out"
+def _yielded(entry: Entry, fault: tuple[str, str]) -> Entry:
+    note = f"the tool's default {_worded(*fault)}; left out"
     return entry._replace(effect=entry.effect._replace(fit=Fit.APPROXIMATE, note=note, fields={}, native={}))
 
 
-def _worded(fault: str) -> str:
-    path, _, message = fault.partition(": ")
-    note = f"{path} {message}" if message.startswith("must be ") else f"conflicts with other settings: {fault}"
-    return note if ";" in note else f"{note}; write another value"
+def _worded(path: str, what: str) -> str:
+    problem, instead = in_parts(what)
+    where = f"{path} " if problem.startswith("must be ") else f"conflicts with other settings: {path and f'{path}: '}"
+    return f"{where}{problem}; {instead or 'write another value'}"
 
 
-def _blamed(entries: Sequence[Entry], faults: Mapping[str, str]) -> dict[int, str]:
+def _blamed(entries: Sequence[Entry], faults: Mapping[str, str]) -> dict[int, tuple[str, str]]:
     """The entries, by position, that say something at these paths, and the fault of each."""
     blamed = {}
     for index, entry in enumerate(entries):
-        paths = [f"native.{key}" for key in entry.effect.native] + list(entry.effect.fields)
-        fault = next(
-            (
-                f"{path}: {what}".removeprefix(": ")
-                for path, what in faults.items()
-                for name in paths
-                if _within(path, name)
-            ),
-            None,
-        )
+        paths = entry.effect.sayings
+        fault = next((fault for fault in faults.items() if any(_within(fault[0], name) for name in paths)), None)
         if fault:
             blamed[index] = fault
     return blamed

@@ -83,11 +83,10 @@ def _as_said(written: list[Entry], reading: ReadDocument) -> bool:
     return bool(values) and all(value == value_at(reading.config, _RESHARD) for value in values)
 
 
-def left_to_engine(entry: Entry, document: Native) -> bool:
-    """Whether a document leaves to the engine what the source leaves to it, or repeats what the source says."""
+def of_engine(entry: Entry, document: Native) -> dict[str, Any]:
+    """What a document says of the engine's setting that a key of another speaks of, by dotted key."""
     key = _plain(".".join(entry.path[-2:]))
-    held = [value for name, value in flat(document) if f".{_plain(name)}".endswith(f".{key}")]
-    return not held if entry.assumed else bool(held) and all(value == entry.value for value in held)
+    return {name: value for name, value in flat(document) if f".{_plain(name)}".endswith(f".{key}")}
 
 
 def _plain(key: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from unishard.config.nested import Native, merge, nested
 from unishard.contract.entries import Entry, Path
+from unishard.contract.render import FieldResult
 from unishard.contract.rules import Fit
 from unishard.formats.items import Item
 from unishard.formats.names import each
@@ -76,15 +77,17 @@ def described(item: Item, carried_keys: dict[Path, tuple[str, Any]], to: str) ->
     """
     entry = item.entry
     if entry.path in carried_keys:
-        becomes = carried_keys[entry.path][0]
-        return item._replace(fit=Fit.EXACT, becomes=becomes, note="" if becomes else "the same default there")
+        key = carried_keys[entry.path][0]
+        if not key:
+            return item._replace(fit=Fit.EXACT, written=(), reasons=("the same default there",))
+        return item._replace(fit=Fit.EXACT, written=(FieldResult.held(key),), reasons=())
     whole = _is_full(entry) or (_name(entry) in _OF_ZERO and not entry.assumed and _is_on(entry.value))
     if item.fit is not Fit.IGNORED or not whole:
         return item
     if to == "unishard":
-        return item._replace(fit=Fit.EQUIVALENT, note=_NO_KEY.format(_HERE), notable=item.assumed)
+        return item._replace(fit=Fit.EQUIVALENT, reasons=(_NO_KEY.format(_HERE),), notable=item.assumed)
     note = _NO_KEY.format("gather it in your training script")
-    return item._replace(fit=Fit.NEEDS_INPUT, note=note, notable=item.assumed)
+    return item._replace(fit=Fit.NEEDS_INPUT, reasons=(note,), notable=item.assumed)
 
 
 def _name(entry: Entry) -> str:

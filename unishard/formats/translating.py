@@ -12,13 +12,13 @@ from unishard.contract.render import RenderedDocument
 from unishard.contract.rules import Fit
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
-from unishard.formats.comparing import Difference
+from unishard.formats.comparing import FieldRow
 from unishard.formats.dropping import DroppedKey, check_used, drop_entries, drop_keys
 from unishard.formats.engine_choice import check_engine, check_understood
 from unishard.formats.format import Format
 from unishard.formats.items import Item, item_of, refused_overrides
 from unishard.formats.kept_keys import kept_keys
-from unishard.formats.readback import changes, differences, read_back, refusals, with_differences
+from unishard.formats.readback import Join, read_back
 from unishard.formats.reading import ReadDocument, assemble
 from unishard.formats.same_engine import stays_with_engine, without_defaults
 from unishard.formats.saved_files import carried, described, with_files
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
     """What was left out of it."""
     supplied: Supplied | None = None
     """What was read beside the document."""
-    changes: tuple[Difference, ...] = ()
+    changes: tuple[FieldRow, ...] = ()
     """What the translation means otherwise, though no item says so."""
 
     def of(self, fit: Fit) -> list[Item]:
@@ -132,13 +132,13 @@ def translate(
     items, document = _described(target, reading, written, overrides)
     check_understood(reading, items, catalog.get(reading.format).tool)
     warnings = [*reading.source.warnings]
-    changed: tuple[Difference, ...] = ()
+    changed: tuple[FieldRow, ...] = ()
     back = _read_back(target, document, reading, items, warnings)
     if back:
-        different = differences(reading, back)
-        items = tuple(with_differences(items, different, reading, back, written.fields))
-        changed = changes(different, reading, back, items)
-        warnings += [*refusals(back, target.tool), *filter(None, [getattr(target, "wants", _nothing)(document)])]
+        joined = Join(reading, written.fields, back)
+        items = tuple(joined.lines(items))
+        changed = joined.changes(items)
+        warnings += [*joined.refusals(target.tool), *filter(None, [getattr(target, "wants", _nothing)(document)])]
     if not document and not any(item.fit is Fit.UNSUPPORTED for item in items):
         warnings.append(f"nothing to write: {target.tool} has no key for what the file says")
     return Outcome(

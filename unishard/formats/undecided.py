@@ -11,6 +11,7 @@ from unishard.config.loading.placeholders import Needs, needs
 from unishard.config.nested import is_within
 from unishard.contract.entries import Entry, Undecided
 from unishard.contract.rules import Fit
+from unishard.errors import in_parts
 
 
 def without_unused(
@@ -61,7 +62,7 @@ def _without(
         return entry._replace(effect=entry.effect._replace(fields=rest)) if rest else None
     switch, values = next(iter(unused[dropped[0]].items()))
     if is_within(switch, changed):
-        fit, note = Fit.IGNORED, faults[dropped[0]].partition(";")[0]
+        fit, note = Fit.IGNORED, in_parts(faults[dropped[0]])[0]
     else:
         fit, note = (
             Fit.NEEDS_INPUT,

@@ -50,10 +50,10 @@ def _size(key: str, derived: str, who: str) -> Key:
 
     def read(value: Any, document: DocumentValues) -> KeyEffect:
         value = assumed(document).get(key) if value is None else value
-        if value in (AUTO, derived):
-            return undecided(
-                f"{who} {ARGUMENTS}" if value == AUTO else "the number of ranks; add --world-size N", field
-            )
+        if value == AUTO:
+            return undecided(f"{who} {ARGUMENTS}", field)
+        if value == derived:
+            return undecided("the number of ranks; add --world-size N", field, by_ranks=True)
         if value is None:
             return dropped(_ABSENT)
         return KeyEffect(fields={field: integer(1)(value)})

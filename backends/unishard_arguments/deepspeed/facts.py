@@ -41,9 +41,10 @@ def dropped(note: str) -> KeyEffect:
     return left_out(note)
 
 
-def undecided(who: str, *paths: str) -> KeyEffect:
-    """Only the training script knows the value of these fields."""
-    return KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {who}", dict.fromkeys(paths, Undecided(who)))
+def undecided(who: str, *paths: str, by_ranks: bool = False) -> KeyEffect:
+    """Only the training script, or the number of ranks, knows the value of these fields."""
+    value = Undecided(who, by_ranks=by_ranks)
+    return KeyEffect(Fit.NEEDS_INPUT, f"the value comes from {who}", dict.fromkeys(paths, value))
 
 
 def only(key: Key, holds: Callable[[DocumentValues], bool], otherwise: str) -> Key:

@@ -317,7 +317,7 @@ def _group(sizes: Mapping[str, int], document: DocumentValues) -> Any:
     if "shard" in sizes or sizes.get("replicate", 1) == 1:
         return sizes.get("shard")
     if document.topology is None:
-        return Undecided(f"the number of ranks, divided by {sizes['replicate']}; give --world-size")
+        return Undecided(f"the number of ranks, divided by {sizes['replicate']}; give --world-size", by_ranks=True)
     return max(document.topology.world_size // sizes["replicate"], 1)
 
 

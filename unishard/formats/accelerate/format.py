@@ -322,7 +322,7 @@ def _with_file(rendered: RenderedDocument, reading: ReadDocument) -> RenderedDoc
         return rendered._replace(fields={**rendered.fields, **lost})
     beside = {key: value for key, value in rendered.document.items() if key not in (_BLOCK, "mixed_precision")}
     named = {key: block[key] for key in (_FILE, MOE) if key in block}
-    held = {entry.as_it_is: _LEFT if entry.assumed else FieldResult(Fit.EXACT, ".".join(FILE), "") for entry in within}
+    held = {entry.as_it_is: _LEFT if entry.assumed else FieldResult.held(".".join(FILE)) for entry in within}
     return RenderedDocument({**beside, _BLOCK: named}, {**rendered.fields, **held})
 
 

@@ -57,7 +57,7 @@ TABLES: Mapping[str, Mapping[str, Rule]] = {"fsdp": FSDP_RULES, "deepspeed": DEE
 """Rows by engine."""
 
 _SEVERAL: Mapping[str, Native] = {"deepspeed": {"deepspeed_config": {"deepspeed_multinode_launcher": "standard"}}}
-_SAVED = FieldResult(Fit.EXACT, f"deepspeed_config.{SAVE_KEY}", "")
+_SAVED = FieldResult.held(f"deepspeed_config.{SAVE_KEY}")
 _NO_KEY = FieldResult(
     Fit.IGNORED, "", "no key for it; pass it to the Accelerator's plugin or write a deepspeed_config_file"
 )

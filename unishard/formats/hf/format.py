@@ -291,12 +291,14 @@ class ScriptFormat(HfFormat):
         """The arguments that train; a file also needs those about the model and the data."""
         rendered = self._loaded(super().write(reading, topology), reading)
         document = {_NAMES.get(key, key): value for key, value in rendered.document.items()}
+        words = {path: _renamed(word) for path, word in rendered.fields.items()}
         silent = [name for name in self.switched_on if name not in document]
-        document |= {name: False for name in silent if _said_off(name, reading, document)}
-        if is_whole(document):
-            document |= {name: False for name in silent if _silently_off(name, reading)}
-        words = {path: word._replace(key=_renamed(word.key)) for path, word in rendered.fields.items()}
-        return RenderedDocument(document, words)
+        off = [name for name in silent if _said_off(name, reading, document)]
+        if is_whole({**document, **dict.fromkeys(off, False)}):
+            off += [name for name in silent if _silently_off(name, reading)]
+        for field in (_SWITCHES[name][0] for name in off if _SWITCHES[name][0] in words):
+            words[field] = words[field]._replace(keys=tuple(off))
+        return RenderedDocument({**document, **dict.fromkeys(off, False)}, words)
 
     def _loaded(self, rendered: RenderedDocument, reading: ReadDocument) -> RenderedDocument:
         """The document with the dtype in which the script loads a model that has no fp32 masters."""
@@ -304,12 +306,13 @@ class ScriptFormat(HfFormat):
         words = self.loads.get(cfg.precision.compute) if cfg.precision.pure and cfg.backend == "fsdp" else None
         if words is None or "precision.master" not in rendered.fields:
             return rendered
-        result = FieldResult(Fit.EXACT, ", ".join(words), "")
+        result = FieldResult.held(*words)
         said = {
             field for field in PRECISION if field in rendered.fields and value_at(cfg, field) == cfg.precision.compute
         }
         return RenderedDocument({**rendered.document, **words}, {**rendered.fields, **dict.fromkeys(said, result)})
 
 
-def _renamed(words: str) -> str:
-    return ", ".join(_NAMES.get(word, word) for word in words.split(", "))
+def _renamed(word: FieldResult) -> FieldResult:
+    words = ", ".join(_NAMES.get(name, name) for name in word.key.split(", "))
+    return word._replace(key=words, keys=tuple(_NAMES.get(key, key) for key in word.keys))

@@ -43,7 +43,7 @@ def with_arguments(rendered: RenderedDocument, reading: ReadDocument, to: str) -
         if name not in _ARGUMENTS or refused or not _accepted(name, value):
             continue
         if _holds(name, entry, reading, document):
-            words[entry.as_it_is] = FieldResult(Fit.EXACT, name, "")
+            words[entry.as_it_is] = FieldResult.held(name)
             if not isinstance(rendered.document.get(name), int | float):
                 document[name] = value
     if reading.format in _TRAINERS:
@@ -97,9 +97,9 @@ def _add_length(document: dict[str, Any], words: dict[str, FieldResult], reading
     if "scheduler.total_steps" in reading.undecided:
         if reading.format != to and not document.keys() & {"max_steps", "num_train_epochs"}:
             document["num_train_epochs"] = _EPOCHS
-        words["scheduler.total_steps"] = FieldResult(Fit.EXACT, "num_train_epochs", "")
+        words["scheduler.total_steps"] = FieldResult.held("num_train_epochs")
     if "scheduler.warmup_steps" in reading.undecided and "warmup_steps" in document:
-        words["scheduler.warmup_steps"] = FieldResult(Fit.EXACT, "warmup_steps", "")
+        words["scheduler.warmup_steps"] = FieldResult.held("warmup_steps")
 
 
 def _as_number(value: Any) -> Any:

@@ -161,7 +161,7 @@ def _with(rendered: RenderedDocument, cfg: Config, four: Native, eight: Native, 
     if not cfg.quantization.on:
         return rendered
     written = four if cfg.quantization.type in FOUR_BIT else eight
-    words = {_TYPE: FieldResult(Fit.EXACT, ", ".join(name for name in written if name != double), "")}
+    words = {_TYPE: FieldResult.held(*(name for name in written if name != double))}
     if double in written:
-        words[_DOUBLE] = FieldResult(Fit.EXACT, double, "")
+        words[_DOUBLE] = FieldResult.held(double)
     return RenderedDocument({**rendered.document, **written}, {**rendered.fields, **words})

@@ -168,13 +168,11 @@ def _fsdp(reading: ReadDocument, rendered: RenderedDocument) -> RenderedDocument
     cfg = reading.config
     on = sharded(cfg) and _STRATEGY not in reading.undecided
     taken = {key: value for key, value in rendered.document.items() if key in BOTH and on}
-    words = {
-        name: word._replace(key=f"fsdp_config.{word.key}") for name, word in rendered.fields.items() if name in ENGINES
-    }
+    words = {name: word.below("fsdp_config") for name, word in rendered.fields.items() if name in ENGINES}
     if _RESHARD in taken and cfg.sharding.reshard_group is not None:  # Accelerate takes only true or false
         taken[_RESHARD] = True
-        words[f"sharding.{_RESHARD}"] = FieldResult(
-            RESHARDS_TO_ALL.fit, f"fsdp_config.{_RESHARD}", RESHARDS_TO_ALL.note
+        words[f"sharding.{_RESHARD}"] = FieldResult.held(
+            f"fsdp_config.{_RESHARD}", fit=RESHARDS_TO_ALL.fit, note=RESHARDS_TO_ALL.note
         )
     document: Native = (
         {"fsdp_config": {key: value for key, value in taken.items() if key != "activation_checkpointing"}}
@@ -195,8 +193,8 @@ def _deepspeed(reading: ReadDocument, rendered: RenderedDocument) -> RenderedDoc
     of_zero = {
         name: word for name, word in rendered.fields.items() if name.startswith(_ZERO_WORDS) and name not in _NOT_ZERO
     }
-    words: dict[str, FieldResult] = {name: word._replace(key=f"deepspeed.{word.key}") for name, word in of_zero.items()}
-    words["backend"] = FieldResult(Fit.EXACT, "deepspeed", "")
+    words: dict[str, FieldResult] = {name: word.below("deepspeed") for name, word in of_zero.items()}
+    words["backend"] = FieldResult.held("deepspeed")
     words.pop("precision.compute", None)
     return RenderedDocument({"deepspeed": config}, words)
 
@@ -353,6 +351,10 @@ _OWN: Mapping[str, Rule] = {
     "strict": exact("none: it is about unishard's own report"),
 }
 
+_WHOLE = "training.global_batch_size"
+_SIZES = ("training.micro_batch_size", "training.gradient_accumulation_steps")
+"""Of which it is the product."""
+
 RULES: Mapping[str, Rule] = rows(FSDP, _OWN, OPTIMIZING, SAVING, without=ENGINES)
 """Rows of the arguments; with DeepSpeed, its own words stand in place of FSDP's."""
 
@@ -366,4 +368,8 @@ def render_arguments(reading: ReadDocument, topology: Topology, to: str) -> Rend
     own_words = render(_decided_of(RULES, reading), reading.config, topology, reading.undecided)
     engine = _engine_of(reading, topology)
     words: dict[str, FieldResult] = {**own_words.fields, **engine.fields}
+    if _WHOLE in words:
+        words[_WHOLE] = words[_WHOLE]._replace(
+            keys=tuple(key for size in _SIZES if size in words for key in words[size].keys)
+        )
     return with_arguments(RenderedDocument(merge(own_words.document, engine.document), words), reading, to)

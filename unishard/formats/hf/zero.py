@@ -21,6 +21,7 @@ from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.json_argument import opened
 from unishard.formats.hf.loop import DEEPSPEED, off
 from unishard.formats.names import names
+from unishard.formats.precedence import same_value
 from unishard.formats.source import Source
 
 _RATES = {
@@ -241,16 +242,7 @@ def _checked(entry: Entry, values: Mapping[str, Any], get: Arguments, whole: boo
     name, fill = _FILL[entry.key]
     argument = fill(get)
     unknown = any(is_placeholder(one) for one in (argument if isinstance(argument, list) else [argument]))
-    if argument is None or unknown or _same(values[entry.key], argument):
+    if argument is None or unknown or same_value(values[entry.key], argument):
         return entry
     note = f'transformers refuses this: {name} is {shown(argument)}; make them equal, or write "auto"'
     return entry.but(Fit.UNSUPPORTED, note)
-
-
-def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
-        return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
-    try:
-        return float(first) == float(second)
-    except (TypeError, ValueError):
-        return bool(first == second)

@@ -55,13 +55,16 @@ class LlamaFactoryFormat(ScriptFormat):
             key: value for key, value in rendered.document.items() if not key.startswith("gradient_checkpointing")
         }
         document[_SWITCH] = off
-        words = {
-            path: word for path, word in rendered.fields.items() if not word.key.startswith("gradient_checkpointing")
-        }
+        words = {path: word for path, word in rendered.fields.items() if not _replaced(path, word)}
         result = rendered.fields.get(_RECOMPUTES, FieldResult(Fit.EXACT, "", ""))
-        if _OFFLOADED in rendered.fields and _OFFLOADED not in words and reading.config.offload.activations != "none":
+        if _OFFLOADED in rendered.fields and reading.config.offload.activations != "none":
             words[_OFFLOADED] = FieldResult(Fit.APPROXIMATE, NO_KEY, "activations stay on the device: the same losses")
-        return RenderedDocument(document, {**words, _RECOMPUTES: result._replace(key=_SWITCH)})
+        return RenderedDocument(document, {**words, _RECOMPUTES: result._replace(key=_SWITCH, keys=(_SWITCH,))})
+
+
+def _replaced(path: str, word: FieldResult) -> bool:
+    """Whether transformers' words for recomputation say it, in place of which LLaMA-Factory has a switch."""
+    return path in (_RECOMPUTES, _OFFLOADED) or any(key.startswith("gradient_checkpointing") for key in word.keys)
 
 
 def _with_sharing(rendered: RenderedDocument, reading: ReadDocument) -> RenderedDocument:
@@ -71,8 +74,8 @@ def _with_sharing(rendered: RenderedDocument, reading: ReadDocument) -> Rendered
         return rendered
     mode = "zigzag-ring" if section.method == "allgather" else "ulysses"
     words = {
-        "parallel.sequence.size": FieldResult(Fit.EXACT, SHARING, _FORK),
-        "parallel.sequence.method": FieldResult(Fit.EQUIVALENT, MODE, "the same math, other traffic"),
+        "parallel.sequence.size": FieldResult.held(SHARING, note=_FORK),
+        "parallel.sequence.method": FieldResult.held(MODE, fit=Fit.EQUIVALENT, note="the same math, other traffic"),
     }
     return RenderedDocument({**rendered.document, SHARING: section.size, MODE: mode}, {**rendered.fields, **words})
 

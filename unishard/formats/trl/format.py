@@ -8,7 +8,6 @@ from typing import Any
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.render import FieldResult, RenderedDocument
-from unishard.contract.rules import Fit
 from unishard.formats.hf.format import ScriptFormat
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.quantizing import with_trls_words
@@ -50,7 +49,7 @@ class TrlFormat(ScriptFormat):
         document = {**rendered.document, _SWITCH: True}
         if _ARGUMENTS in document:  # transformers would offload them once more
             document[_ARGUMENTS] = {name: it for name, it in document[_ARGUMENTS].items() if name != "offload"}
-        return RenderedDocument(document, {**rendered.fields, _OFFLOADED: FieldResult(Fit.EXACT, _SWITCH, "")})
+        return RenderedDocument(document, {**rendered.fields, _OFFLOADED: FieldResult.held(_SWITCH)})
 
 
 FORMAT = TrlFormat()

@@ -93,16 +93,16 @@ class UnishardFormat(Format):
         words = {}
         for path, rule in rules.items():
             fit, note = rule.outcome(path, config)
-            words[path] = FieldResult(fit, path, note)
+            words[path] = FieldResult.held(path, fit=fit, note=note)
         for path, _ in leaves(Config):
             if placeholders := placeholders_in(str(value_at(config, path))):
                 note = (
                     f"holds {' and '.join(placeholders)}, which unishard does not fill in; write the value, or add "
                     f"--set {path}=..."
                 )
-                words[path] = FieldResult(Fit.NEEDS_INPUT, path, note)
+                words[path] = FieldResult.held(path, fit=Fit.NEEDS_INPUT, note=note)
         for path in reading.undecided:
-            words[path] = FieldResult(Fit.NEEDS_INPUT, path, f"write it, or add --set {path}=...")
+            words[path] = FieldResult.held(path, fit=Fit.NEEDS_INPUT, note=f"write it, or add --set {path}=...")
         return RenderedDocument(_document(reading), words)
 
     def render(self, document: Native, reading: ReadDocument) -> str:

@@ -10,7 +10,7 @@ from unishard.config.rendezvous import rendezvous
 from unishard.config.topology import Topology
 from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.contract.tested_versions import tested
-from unishard.errors import ConfigError
+from unishard.errors import ConfigError, in_parts
 from unishard.tools.doctor.check import Check, Status
 from unishard.tools.doctor.devices import devices
 from unishard.tools.doctor.local_ranks import local_ranks
@@ -78,7 +78,7 @@ def _launcher(environ: Mapping[str, str]) -> Check:
         rendezvous(topology, environ)
     except ConfigError as error:
         instead = "unset these variables, or start with torchrun, srun or python"
-        return Check("launcher", Status.FAIL, str(error).partition("; ")[0], instead)
+        return Check("launcher", Status.FAIL, in_parts(str(error))[0], instead)
     if topology.launcher == "python":
         return Check("launcher", Status.OK, "none; one rank")
     return Check("launcher", Status.OK, f"{topology.launcher}, rank {topology.rank} of {topology.world_size}")

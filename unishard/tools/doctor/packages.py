@@ -16,7 +16,7 @@ from unishard.contract import registry
 from unishard.contract.backend import Backend
 from unishard.contract.private_api import PrivateApi
 from unishard.contract.tested_versions import PYTHONS, is_tested, span
-from unishard.errors import BackendError
+from unishard.errors import BackendError, in_parts
 from unishard.tools.doctor.check import Check, Status
 from unishard.tools.doctor.imports import failure, one_line, quietly
 
@@ -139,7 +139,7 @@ def found() -> tuple[list[Backend], list[Check]]:
     try:
         points = registry.available()
     except BackendError as error:
-        problem, _, instead = str(error).partition("; ")
+        problem, instead = in_parts(str(error))
         return [], [Check("backends", Status.FAIL, problem, instead)]
     usable, broken = [], []
     for name, point in points.items():
