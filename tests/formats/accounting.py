@@ -7,12 +7,18 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from unishard.config.nested import flat, is_within, merge, nested
 from unishard.contract.rules import Fit
-from unishard.formats import NAMES, Outcome, catalog
+from unishard.formats import NAMES, Outcome, ReadDocument, catalog
+from unishard.formats.comparing import compare
+from unishard.formats.source import Source
 
 Path = tuple[str, ...]
 FORMATS = [name for name in NAMES if find_spec(f"unishard.formats.{name}")]
 WRITTEN = [name for name in catalog.writable() if name in FORMATS]
+
+
+_ABSENT = object()
 
 
 def leaves_of(data: Mapping[str, Any], above: Path = ()) -> Iterator[Path]:
@@ -58,3 +64,41 @@ def faults_of(outcome: Outcome) -> list[str]:
         if item.fit is Fit.UNSUPPORTED and ";" not in item.note:
             faults.append(f"{item.key} is refused without saying what instead: {item.note}")
     return faults
+
+
+def unlike_itself(outcome: Outcome) -> list[str]:
+    """The keys of a file in its own format again that are not as they were, though its tool takes them as they stand."""
+    source = outcome.reading.source.data
+    refused = {entry.path for entry in outcome.reading.entries if not (entry.assumed or entry.goes_through)}
+    moved = {key for item in outcome.items if item.entry.path in refused for key in item.keys}
+    before, after = dict(flat(source)), dict(flat(outcome.document))
+    return [
+        key
+        for key in before.keys() | after.keys()
+        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+        and not is_within(key, {*moved, *(".".join(path) for path in refused)})
+    ]
+
+
+def spelled_out(reading: ReadDocument) -> Source:
+    """The document with all that its tool assumes written into it, but for what follows from other keys."""
+    engines = {"backend", "deepspeed"}  # entries that stand for the document, or a block of it
+    assumed = [entry for entry in reading.entries if entry.assumed and not entry.place and entry.key not in engines]
+    sizes = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
+    data: Mapping[str, Any] = reading.source.data
+    for entry in assumed:
+        if entry.value is not None and entry.path[-1] not in sizes:
+            data = merge(data, nested({entry.key: entry.value}))
+    return reading.source._replace(data=data)
+
+
+def changed_fits(silent: Outcome, spelled: Outcome) -> list[str]:
+    """The keys that a tool assumes which have another fit where a file says them, but for what a script must do then."""
+    there = {item.key: item for item in spelled.items if not item.by_script}
+    if compare(silent.reading, spelled.reading):
+        return []  # together they are not what the tool assumes
+    return [
+        f"{item.key} is {item.fit} where the file is silent, and {there[item.key].fit} where it says so"
+        for item in silent.items
+        if item.assumed and item.key in there and there[item.key].fit is not item.fit
+    ]

@@ -2,7 +2,8 @@
 
 Each file is read or gets one `ConfigError`; nothing else may be raised, no key may be missing from the report. A file of
 TrainingArguments that leaves its engine to a launcher must be refused, and is then checked as plain data parallelism.
-What is refused must be refused for one of the causes below. Without the keys that are not supported, every file that can be
+A file in its own format is itself, and what it leaves to its tool has the same fit where it says so. What is refused must
+be refused for one of the causes below. Without the keys that are not supported, every file that can be
 read translates to every format, and the installed tools read in each translation what it says. Prints the refusals by
 cause, and the time.
 """
@@ -21,11 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from accounting import WRITTEN, faults_of
+from accounting import WRITTEN, changed_fits, faults_of, spelled_out, unlike_itself
 
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
-from unishard.formats import Item, Outcome, read, translate
+from unishard.formats import Item, Outcome, catalog, read, translate
 from unishard.formats.engine_choice import PLAIN, RECIPES, needs_engine
 from unishard.formats.remedies import remedy
 from unishard.formats.source import Source
@@ -244,13 +245,26 @@ def _refusals(path: Path, source: Source, name: str, target: str, overrides: tup
     except Exception as error:  # the file was read before, so that not even a ConfigError has a reason
         tally.tracebacks.append(f"{what}: {error}\n{traceback.format_exc(limit=-4)}")
         return 1
-    tally.faults += [f"{what}: {fault}" for fault in faults_of(outcome)]
+    tally.faults += [f"{what}: {fault}" for fault in (*faults_of(outcome), *_faults_of_laws(outcome))]
     if outcome.of(Fit.UNSUPPORTED):
         dropped = remedy(source, target, from_=name, overrides=overrides, only_drop=True)
         tally.lost += [] if dropped else [what]
     elif not on_engine:
         _verify(outcome, what, tally)
     return sum(_cause(item.key, item.note, what, tally, counted=on_engine) is None for item in _refused(outcome))
+
+
+def _faults_of_laws(outcome: Outcome) -> Iterator[str]:
+    """What is wrong where a file is written for its own tool again, and where it says what its tool assumes."""
+    reading, name = outcome.reading, outcome.reading.format
+    refused = bool(outcome.of(Fit.UNSUPPORTED))
+    if outcome.to == name and not refused and catalog.get(name).stays_in_place(reading.source):
+        yield from (f"{key} is not as it was" for key in unlike_itself(outcome))
+    try:
+        spelled = translate(spelled_out(reading), outcome.to, from_=name, overrides=outcome.overrides)
+    except ConfigError:
+        return  # together they are not what the tool assumes
+    yield from changed_fits(outcome, spelled)
 
 
 def _verify(outcome: Outcome, what: str, tally: Tally) -> None:

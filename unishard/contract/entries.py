@@ -60,8 +60,8 @@ class KeyEffect(NamedTuple):
     """Settings that only one engine has, by dotted key that begins with the engine's name: those of the config's
     `native`. Exact where that engine runs; `fit` and `note` say what is lost where another one does."""
     copy_verbatim: bool = False
-    """Whether the key is copied where the document is written anew in its own format, in the words of the tool's
-    current version. If unsupported: whether its own tool takes it."""
+    """Whether the key stays where the document is written in its own format for another engine. If unsupported: whether
+    its own tool takes it."""
     if_other_engine: Mapping[str, Any] = {}
     """Values of config fields that stand for `native` where another engine runs, whatever other keys say."""
     unknown: bool = False
@@ -137,6 +137,8 @@ class Entry(NamedTuple):
     """Where the value comes from if not from the document, such as `args.yaml:12`."""
     supplied: bool = False
     """Whether the key stands in what `--with` names, not in the document."""
+    usual: bool = False
+    """Whether the document says what its tool assumes without it."""
 
     @property
     def key(self) -> str:
@@ -232,7 +234,7 @@ def interpret(
             unknown += 1
             hint = _hint(name, keys) if unknown <= _MOST_HINTS else ""
             effect = _unknown(tool, overlooked, hint)
-        entries.append(Entry(path, value, effect))
+        entries.append(Entry(path, value, effect, usual=key in assumed and bool(assumed[key] == value)))
     for key, value in assumed.items():
         if key not in document_values and key in keys:
             entries.append(Entry(tuple(key.split(".")), value, _read(keys[key], value, document_values), assumed=True))

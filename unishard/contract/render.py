@@ -30,8 +30,6 @@ class FieldResult(NamedTuple):
     note: str
     keys: tuple[str, ...] = ()
     """The dotted keys of the document that hold it."""
-    left_out: bool = False
-    """Whether only the training script knows it, and the document does not hold it."""
 
     @classmethod
     def held(cls, *keys: str, fit: Fit = Fit.EXACT, note: str = "") -> FieldResult:
@@ -91,4 +89,4 @@ def _left_out(row: Rule) -> FieldResult:
             return FieldResult(Fit.EXACT, row.key, "still decides it")
         case Fit.IGNORED:
             return FieldResult(row.fit, row.key, row.note)
-    return FieldResult(Fit.NEEDS_INPUT, row.key, LEFT_OUT, left_out=True)
+    return FieldResult(Fit.NEEDS_INPUT, row.key, LEFT_OUT)

@@ -43,9 +43,6 @@ class EngineBlock:
     names: Mapping[str, Path] = field(default_factory=dict)
     """Under which names, by dotted argument, if others than the engine's."""
     native: Native = field(default_factory=dict)
-    repeats: bool = False
-    """Whether a document in its own format again has every argument that says nothing in the config's words; otherwise
-    those that the engine's table would keep."""
     source_keys: dict[str, tuple[SourceKey, ...]] = field(default_factory=dict)
 
     def add(self, key: str, value: Any, *source_keys: SourceKey) -> None:
@@ -70,6 +67,7 @@ class EngineBlock:
         """The engine's entries at the places of the document."""
         effects: dict[Path, list[KeyEffect]] = {}
         source_keys: dict[Path, SourceKey] = {}
+        unusual: set[Path] = set()
         for entry in entries:
             places = self._source_keys(entry)
             effect = entry.effect
@@ -80,7 +78,9 @@ class EngineBlock:
             for source_key in places:
                 source_keys.setdefault(source_key.path, source_key)
                 effects.setdefault(source_key.path, []).append(effect)
-        return [combined(source_keys[path], meanings, repeats=self.repeats) for path, meanings in effects.items()]
+                unusual |= set() if entry.usual else {source_key.path}
+        placed = (combined(source_keys[path], meanings) for path, meanings in effects.items())
+        return [entry._replace(usual=entry.path not in unusual) for entry in placed]
 
     def _source_keys(self, entry: Entry) -> tuple[SourceKey, ...] | None:
         above = (".".join(entry.path[:length]) for length in range(len(entry.path), 0, -1))
@@ -92,14 +92,13 @@ class EngineBlock:
         return tuple(source_key for source_keys in below for source_key in source_keys) or None
 
 
-def combined(source_key: SourceKey, meanings: Iterable[KeyEffect], *, repeats: bool = False) -> Entry:
+def combined(source_key: SourceKey, meanings: Iterable[KeyEffect]) -> Entry:
     """One entry for what several arguments say at one key of a document.
 
     Args:
         source_key: The key.
         meanings: What they say. The worst fit counts, with its notes; what is only left out does not, beside what says
             something.
-        repeats: Whether the key is repeated if it says nothing, whatever the engine's table says.
     """
     effects = list(meanings)
     telling = [one for one in effects if one.fields or one.native or one.fit is not Fit.IGNORED] or effects
@@ -108,8 +107,7 @@ def combined(source_key: SourceKey, meanings: Iterable[KeyEffect], *, repeats: b
     notes = dict.fromkeys(one.note for one in all_effects if one.note and one.fit is fit)
     fields = {name: value for one in all_effects for name, value in one.fields.items()}
     native = {name: value for one in all_effects for name, value in one.native.items()}
-    silent = fit is Fit.IGNORED and not fields and not native
-    kept = (repeats and silent) or (bool(effects) and all(one.copy_verbatim for one in effects))
+    kept = bool(effects) and all(one.copy_verbatim for one in effects)
     unknown, notable = (
         bool(effects) and all(one.unknown for one in effects),
         source_key.notable or any(one.notable for one in effects),

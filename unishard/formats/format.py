@@ -44,6 +44,8 @@ class Format:
     """What to do in place of writing such a file, where it is only read."""
     yaml_1_1: bool = False
     """Whether the tool reads YAML 1.1."""
+    engine: str = ""
+    """The engine that the tool drives, where that is one."""
     fills_auto: bool = False
     """Whether the tool hands configs to DeepSpeed, and fills in their `"auto"` before."""
 
@@ -67,6 +69,10 @@ class Format:
     def ranks(self, source: Source) -> Topology | None:
         """The ranks that a document asks for; None if it does not say."""
         return None
+
+    def stays_in_place(self, source: Source) -> bool:
+        """Whether a document that is written for its own tool again has its keys where they are."""
+        return True
 
     def for_trainer(self, source: Source) -> tuple[Mapping[str, Any], Path | None]:
         """The arguments of TrainingArguments that a document takes the place of, and the path of DeepSpeed's own config

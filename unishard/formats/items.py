@@ -17,6 +17,9 @@ from unishard.formats.same_engine import of_engine, stays_with_engine
 _SET = "--set "
 
 
+SAME_DEFAULT = "the same default there"
+
+
 class Item(NamedTuple):
     """What became of one key."""
 
@@ -113,11 +116,14 @@ def _unless_left(item: Item, reading: ReadDocument, target: Format, written: Ren
     same engine.
     """
     entry = item.entry
-    if target.name == "unishard" or item.fit not in (Fit.EQUIVALENT, Fit.APPROXIMATE) or not stays_with_engine(reading):
+    stays = stays_with_engine(reading) and target.engine in ("", reading.config.backend)
+    if target.name == "unishard" or item.fit not in (Fit.EQUIVALENT, Fit.APPROXIMATE) or not stays:
         return item
     there = of_engine(entry, written.document)
+    if not there and (entry.assumed or entry.usual):
+        return Item(entry, Fit.EXACT, reasons=(SAME_DEFAULT,))
     if entry.assumed:
-        return item if there else Item(entry, Fit.EXACT, reasons=("the same default there",))
+        return item
     if entry.effect.fields or not there or any(value != entry.value for value in there.values()):
         return item
     return Item(entry, Fit.EXACT, (FieldResult(Fit.EXACT, entry.key, "", tuple(there)),))
@@ -137,12 +143,7 @@ def _item(entry: Entry, reading: ReadDocument, target: Format, written: Rendered
     if own is not None:
         held = _item_of_fields(entry.but(Fit.EXACT, ""), reading, written)
         return Item(entry, worst(held.fit, own.fit), held.written + own.written, held.reasons + own.reasons)
-    item = _item_of_fields(entry, reading, written)
-    left = entry.assumed and reading.format == target.name and item.fit is Fit.NEEDS_INPUT
-    if left and any(word.left_out for word in _words(entry, written)):
-        note = f"{effect.note}; still left to it" if effect.notable else "still left to the tool's default"
-        return Item(entry, Fit.EXACT, reasons=(note,))
-    return item
+    return _item_of_fields(entry, reading, written)
 
 
 def _native_item(entry: Entry, reading: ReadDocument, written: RenderedDocument) -> Item:
@@ -172,10 +173,6 @@ def _native_setting(path: str, reading: ReadDocument, written: RenderedDocument)
 _DROPPED = FieldResult(Fit.IGNORED, "", "")
 
 
-def _words(entry: Entry, written: RenderedDocument) -> list[FieldResult]:
-    return [written.fields[field] for field in entry.effect.fields if field in written.fields]
-
-
 def _left_to_the_tool(field: str, written: RenderedDocument) -> bool:
     """Whether a document says nothing of an undecided field: neither `auto` nor a placeholder."""
     result = written.fields.get(field)
@@ -197,7 +194,7 @@ def _item_of_fields(entry: Entry, reading: ReadDocument, written: RenderedDocume
     left = [field for field in own.fields if field in reading.undecided]
     if missing := [field for field in left if reading.undecided[field].required and _left_to_the_tool(field, written)]:
         return _unknown(entry, missing, reading)
-    words = _words(entry, written)
+    words = [written.fields[field] for field in own.fields if field in written.fields]
     severest = worst(*(word.fit for word in words))
     fit, notes = worst(own.fit, severest), [own.note] if own.fit is not Fit.EXACT or own.notable else []
     if own.fit is Fit.NEEDS_INPUT:

@@ -1,4 +1,4 @@
-"""The keys of a document that concern nothing but its own tool, and stay where the document is written anew for it."""
+"""The keys of a document that concern nothing but its own tool, and stay where it is written for another engine."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unishard.config import Config
 from unishard.config.describe import shown
@@ -17,11 +17,9 @@ from unishard.contract.render import AUTO, FieldResult
 from unishard.contract.rules import Fit, worst
 from unishard.formats.comparing import FieldRow, join
 from unishard.formats.format import Format
+from unishard.formats.items import SAME_DEFAULT, Item
 from unishard.formats.reading import ReadDocument
 from unishard.formats.source import Source
-
-if TYPE_CHECKING:
-    from unishard.formats.items import Item
 
 _CLOSE = 1e-9
 _CLIPPING = "training.gradient_clipping"
@@ -89,8 +87,12 @@ class Join:
                 fit = worst(item.fit, *(fit for fit, _ in fits))
                 written = item.written if fit is not Fit.IGNORED else ()
                 yield item._replace(fit=fit, written=written, reasons=(*item.reasons, *(why for _, why in fits)))
+            elif lost:
+                usual = item.entry.usual
+                fit, why = (Fit.EXACT, SAME_DEFAULT) if usual else (Fit.IGNORED, _AS_IT_IS)
+                yield item._replace(fit=fit, written=(), reasons=(why,))
             else:
-                yield item._replace(fit=Fit.IGNORED, written=(), reasons=(_AS_IT_IS,)) if lost else item
+                yield item
 
     def changes(self, items: Collection[Item]) -> tuple[FieldRow, ...]:
         """The differences in fields that no key of the source decides.

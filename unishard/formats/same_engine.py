@@ -37,21 +37,6 @@ def stays_with_engine(reading: ReadDocument) -> bool:
     return reading.format != "unishard" and before == reading.config.backend
 
 
-def without_defaults(reading: ReadDocument) -> ReadDocument:
-    """The reading for a file of the same tool, which leaves to the tool what it assumes: that does not count as
-    decided.
-    """
-    own = [entry for entry in reading.entries if entry.assumed and not (entry.place or entry.supplied)]
-    written = {field for entry in reading.entries if entry not in own for field in entry.effect.fields}
-    assumed = {
-        field
-        for entry in own
-        for field, value in entry.effect.fields.items()
-        if field not in written and value == value_at(reading.config, field)
-    }
-    return reading._replace(decided=reading.decided - assumed)
-
-
 def without_unishards(document: Native, reading: ReadDocument) -> Native:
     """DeepSpeed's JSON without what only unishard decides, where the source's own tool drives DeepSpeed."""
     if not stays_with_engine(reading):

@@ -11,7 +11,7 @@ from unishard.config.nested import Native, merge, nested
 from unishard.contract.entries import Entry, Path
 from unishard.contract.render import FieldResult
 from unishard.contract.rules import Fit
-from unishard.formats.items import Item
+from unishard.formats.items import SAME_DEFAULT, Item
 from unishard.formats.names import each
 from unishard.formats.reading import ReadDocument
 
@@ -79,7 +79,7 @@ def described(item: Item, carried_keys: dict[Path, tuple[str, Any]], to: str) ->
     if entry.path in carried_keys:
         key = carried_keys[entry.path][0]
         if not key:
-            return item._replace(fit=Fit.EXACT, written=(), reasons=("the same default there",))
+            return item._replace(fit=Fit.EXACT, written=(), reasons=(SAME_DEFAULT,))
         return item._replace(fit=Fit.EXACT, written=(FieldResult.held(key),), reasons=())
     whole = _is_full(entry) or (_name(entry) in _OF_ZERO and not entry.assumed and _is_on(entry.value))
     if item.fit is not Fit.IGNORED or not whole:

@@ -18,9 +18,10 @@ from unishard.formats.engine_choice import check_engine, check_understood
 from unishard.formats.format import Format
 from unishard.formats.items import Item, item_of, refused_overrides
 from unishard.formats.kept_keys import kept_keys
+from unishard.formats.own_words import in_own_words
 from unishard.formats.readback import Join, read_back
 from unishard.formats.reading import ReadDocument, assemble
-from unishard.formats.same_engine import stays_with_engine, without_defaults
+from unishard.formats.same_engine import stays_with_engine
 from unishard.formats.saved_files import carried, described, with_files
 from unishard.formats.source import Source, open_source
 
@@ -128,8 +129,8 @@ def translate(
         dropped += further
     check_used(drop, dropped, source)
     check_engine(reading, to, overrides, dropped)
-    written = _written(target, reading, topology or reading.topology or Topology())
-    items, document = _described(target, reading, written, overrides)
+    own, written = _written(target, reading, topology or reading.topology or Topology())
+    items, document = _described(target, reading, written, overrides, own=own)
     check_understood(reading, items, catalog.get(reading.format).tool)
     warnings = [*reading.source.warnings]
     changed: tuple[FieldRow, ...] = ()
@@ -173,16 +174,17 @@ def _read_back(
 
 
 def _described(
-    target: Format, reading: ReadDocument, written: RenderedDocument, overrides: tuple[str, ...]
+    target: Format, reading: ReadDocument, written: RenderedDocument, overrides: tuple[str, ...], *, own: bool
 ) -> tuple[tuple[Item, ...], Native]:
     """One item for each key, and the document."""
+    further = tuple(refused_overrides(overrides, reading, written))
+    items = (item_of(entry, reading, target, written) for entry in reading.entries)
+    if own:
+        return (*items, *further), written.document
     carried_keys = carried(reading, target.name)
-    items = (
-        described(item_of(entry, reading, target, written), carried_keys, target.name) for entry in reading.entries
-    )
     kept = kept_keys(reading, written, carried_keys) if reading.format == target.name else {}
     document = with_files(merge(written.document, kept), carried_keys.values())
-    return (*items, *refused_overrides(overrides, reading, written)), document
+    return (*(described(item, carried_keys, target.name) for item in items), *further), document
 
 
 def _nothing(document: Native) -> str:
@@ -216,9 +218,11 @@ def _read_without(
     return reading, [*dropped, *further]
 
 
-def _written(target: Format, reading: ReadDocument, ranks: Topology) -> RenderedDocument:
-    own = reading.format == target.name and stays_with_engine(reading)
+def _written(target: Format, reading: ReadDocument, ranks: Topology) -> tuple[bool, RenderedDocument]:
+    """Whether it is the document in its own words, and what is written."""
+    stays = reading.format == target.name and stays_with_engine(reading)
     try:
-        return target.write(without_defaults(reading) if own else reading, ranks)
+        own = in_own_words(target, reading, ranks) if stays else None
+        return own is not None, own or target.write(reading, ranks)
     except BackendError as error:
         raise ConfigError([Problem("backend", str(error), reading.source.name)]) from None

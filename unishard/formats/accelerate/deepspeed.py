@@ -221,14 +221,9 @@ def file_entries(source: Source, source_key: SourceKey, topology: Topology | Non
     block = block_of(source.data, "deepspeed_config")
     entries = [_beside(str(name), value) for name, value in block.items() if name not in (FILE[-1], MOE)]
     if not source_key.assumed and source_key.value is not None and precision_of(source.data) == "no":
-        entries.append(
-            dropped(
-                source_key.path,
-                source_key.value,
-                f"the file decides; {TOOL} refuses this beside it, so it is left out",
-                copy_verbatim=False,
-            )
-        )
+        note = f"the file decides; {TOOL} refuses this beside it, so it is left out"
+        effect = KeyEffect(Fit.IGNORED, note, rejected_upstream=True)
+        entries.append(Entry(source_key.path, source_key.value, effect))
     elif not source_key.assumed and source_key.value is not None:
         entries.append(refused(source_key.path, source_key.value, _BESIDE))
     else:
@@ -305,4 +300,10 @@ def _beside_file(document: Mapping[str, Any], around: Mapping[str, Any], topolog
         if values.get(key) == AUTO:
             block.add(key, value, SourceKey((*FILE, *key.split(".")), AUTO))
     _share(block, around)
-    return block.entries(topology=topology)
+    return [_in_file(entry) for entry in block.entries(topology=topology)]
+
+
+def _in_file(entry: Entry) -> Entry:
+    """The entry, which Accelerate's own file has no place for."""
+    taken = entry.effect.copy_verbatim and entry.effect.fit is Fit.UNSUPPORTED
+    return entry._replace(effect=entry.effect._replace(copy_verbatim=taken))

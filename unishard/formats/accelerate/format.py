@@ -10,9 +10,9 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect, Path, Unreadable, interpret
 from unishard.contract.key_rows import integer, listed
-from unishard.contract.render import FieldResult, RenderedDocument
+from unishard.contract.render import RenderedDocument
 from unishard.contract.rules import Fit
-from unishard.formats.accelerate.deepspeed import FILE, MOE, NO_FILE, OF_THE_FILE, deepspeed_entries, file_entries
+from unishard.formats.accelerate.deepspeed import NO_FILE, deepspeed_entries, file_entries
 from unishard.formats.accelerate.entries import KINDS, NO_WORDS, TOOL, block_of, dropped, kind_of, precision_of, refused
 from unishard.formats.accelerate.fsdp import CLASSES, fsdp_entries, version_of
 from unishard.formats.accelerate.keys import KEYS
@@ -20,7 +20,6 @@ from unishard.formats.accelerate.rules import FSDP_RULES
 from unishard.formats.accelerate.script import launch_of
 from unishard.formats.accelerate.sequence import around
 from unishard.formats.accelerate.writing import expressed, for_trainer, text_of
-from unishard.formats.comparing import compare
 from unishard.formats.engine_block import SourceKey
 from unishard.formats.format import Format
 from unishard.formats.launching import Launch
@@ -285,7 +284,7 @@ class AccelerateFormat(Format):
         Raises:
             ConfigError: Accelerate does not know the engine.
         """
-        return _with_file(expressed(reading, topology), reading)
+        return expressed(reading, topology)
 
     def wants(self, document: Native) -> str:
         """The number of processes, without which `accelerate launch` refuses a file with an engine."""
@@ -302,42 +301,3 @@ _NO_RANKS = (
     "accelerate launch refuses a file without num_processes; add --world-size N, or start it with "
     "`accelerate launch --num_processes N --config_file FILE`"
 )
-
-
-def _with_file(rendered: RenderedDocument, reading: ReadDocument) -> RenderedDocument:
-    """The document, which names DeepSpeed's file as before if that says all that is to be said, or is not there and its
-    values are undecided; beside it, Accelerate takes none of the arguments that it holds.
-    """
-    block = block_of(reading.source.data, _BLOCK)
-    if reading.format != FORMAT.name or block.get(_FILE) in NO_FILE:
-        return rendered
-    within = [entry for entry in reading.entries if entry.path[:2] == FILE]
-    if not (_is_absent(reading) or _says_all(reading)):
-        # Accelerate has no key for what else the file says, and takes no mapping in the place of its name.
-        lost = {
-            entry.as_it_is: FieldResult(Fit.IGNORED, "", entry.effect.note)
-            for entry in within
-            if entry.effect.copy_verbatim
-        }
-        return rendered._replace(fields={**rendered.fields, **lost})
-    beside = {key: value for key, value in rendered.document.items() if key not in (_BLOCK, "mixed_precision")}
-    named = {key: block[key] for key in (_FILE, MOE) if key in block}
-    held = {entry.as_it_is: _LEFT if entry.assumed else FieldResult.held(".".join(FILE)) for entry in within}
-    return RenderedDocument({**beside, _BLOCK: named}, {**rendered.fields, **held})
-
-
-_LEFT = FieldResult(Fit.EXACT, "", "still left to the tool's default")
-
-
-def _is_absent(reading: ReadDocument) -> bool:
-    return all(field in reading.undecided and reading.undecided[field].required for field in OF_THE_FILE)
-
-
-def _says_all(reading: ReadDocument) -> bool:
-    """Whether nothing was dropped or decided otherwise, and Accelerate takes all of the file."""
-    again = FORMAT.read(reading.source, (), reading.topology)
-    return (
-        reading.entries == again.entries
-        and not compare(reading, again)
-        and all(entry.goes_through for entry in again.entries)
-    )

@@ -28,6 +28,7 @@ class DeepSpeedFormat(Format):
     name = "deepspeed"
     tool = "DeepSpeed 0.19.8"
     suffix = ".json"
+    engine = "deepspeed"
 
     def read(self, source: Source, overrides: Iterable[str] = (), topology: Topology | None = None) -> ReadDocument:
         """What the file says.

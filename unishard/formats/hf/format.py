@@ -63,7 +63,12 @@ class HfFormat(Format):
         """What the arguments say, those of the engine that they choose, and what Trainer assumes."""
         if _is_bare(source):
             return _bare(source, topology)
-        return _in_section(source, lambda inner: _entries(inner, topology, section=inner is not source))
+        entries = _in_section(source, lambda inner: _entries(inner, topology, section=inner is not source))
+        return [_refused(entry) if entry.path[-1] in RENAMED else entry for entry in entries]
+
+    def stays_in_place(self, source: Source) -> bool:
+        """Not those of a section, or of a file that `fsdp_config` names: TrainingArguments are written."""
+        return section_in(source.data) is None and not _is_bare(source)
 
     def only_written(self, source: Source, topology: Topology | None) -> list[Entry]:
         """What arguments say that may be those of a script with a loop of its own, which has other defaults."""
@@ -99,6 +104,10 @@ class HfFormat(Format):
 
 
 FORMAT = HfFormat()
+
+
+def _refused(entry: Entry) -> Entry:
+    return entry._replace(effect=entry.effect._replace(rejected_upstream=True))
 
 
 def _of_any_script(entry: Entry, *, shaped: bool) -> Entry:

@@ -39,7 +39,7 @@ def with_arguments(rendered: RenderedDocument, reading: ReadDocument, to: str) -
     document, words = dict(rendered.document), dict(rendered.fields)
     for name, entry in _arguments(reading):
         value = _as_number(entry.value) if entry.effect.fields else entry.value
-        refused = entry.effect.rejected_upstream and value is entry.value
+        refused = entry.effect.rejected_upstream and value is entry.value and name == entry.path[-1]
         if name not in _ARGUMENTS or refused or not _accepted(name, value):
             continue
         if _holds(name, entry, reading, document):
@@ -48,7 +48,16 @@ def with_arguments(rendered: RenderedDocument, reading: ReadDocument, to: str) -
                 document[name] = value
     if reading.format in _TRAINERS:
         _add_length(document, words, reading, to)
+        words |= {entry.as_it_is: FieldResult.held(entry.key) for entry in _repeated(reading, document, words)}
     return RenderedDocument(document, words)
+
+
+def _repeated(reading: ReadDocument, document: Mapping[str, Any], words: Mapping[str, FieldResult]) -> Iterator[Entry]:
+    """The defaults that the document says word for word: with Trainer they mean the same, though not elsewhere."""
+    for entry in reading.entries:
+        differs = any(words[field].fit is not Fit.EXACT for field in entry.effect.fields if field in words)
+        if differs and entry.assumed and (entry.key, entry.value) in document.items():
+            yield entry
 
 
 def _arguments(reading: ReadDocument) -> Iterator[tuple[str, Entry]]:

@@ -143,7 +143,7 @@ def _read(
     second = str(plain.get("version", ("", 2))[1]) != "1"
     taken = {name: item for name, (_, item) in plain.items() if name in BOTH or (name in FIRST and not second)}
     asked, refused = _asked(words, second, taken)
-    block = EngineBlock("fsdp", ("fsdp_config",), repeats=True)
+    block = EngineBlock("fsdp", ("fsdp_config",))
     flag = SourceKey(("fsdp",), value, fields={"backend": "fsdp"})
     for name, item in asked.items():
         block.add(name, item, *([] if implied or refused else [flag]))

@@ -70,6 +70,10 @@ class UnishardFormat(Format):
         unknown = tuple(key for key in source.data if key not in Config.model_fields and not key.startswith("x-"))
         return Coverage(1 - len(unknown) / max(len(source.data), 1), unknown)
 
+    def stays_in_place(self, source: Source) -> bool:
+        """Not short forms such as `offload: cpu`: each field is written."""
+        return False
+
     def launch(self, reading: ReadDocument) -> Launch:
         """What the section `launch` says."""
         launch = reading.config.launch

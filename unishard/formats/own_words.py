@@ -1,0 +1,131 @@
+"""A document that is written for its own tool and engine again: its own words, but for what is decided otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from unishard.config.nested import Native, flat, is_within, merge, nested
+from unishard.config.topology import Topology
+from unishard.contract.entries import Entry, Path, Undecided
+from unishard.contract.render import AUTO, FieldResult, RenderedDocument
+from unishard.contract.rules import Fit
+from unishard.errors import ConfigError
+from unishard.formats.comparing import compare
+from unishard.formats.format import Format
+from unishard.formats.readback import read_back
+from unishard.formats.reading import ReadDocument
+
+_Places = dict[Path, list[Entry]]
+_ABSENT: Any = object()
+
+
+def in_own_words(target: Format, reading: ReadDocument, topology: Topology) -> RenderedDocument | None:
+    """The document, in which a key stays as it is unless its tool does not take it, or something that is asked for
+    decides its fields: an override, a number of ranks, what is read beside it. These are written as for any source.
+
+    Args:
+        target: The document's own format.
+        reading: What it says, with what is asked for.
+        topology: The ranks.
+
+    Returns:
+        None where it lacks a key that its tool needs, and where words that stay say otherwise what a document that is
+        written as for any source would say.
+    """
+    before, stays = target.read(reading.source), target.stays_in_place(reading.source)
+    if any(entry.assumed and not entry.goes_through for entry in before.entries):
+        return None
+    written = target.write(reading, topology)
+    unasked = dict(flat(target.write(before, before.topology or Topology()).document))
+    new = {key for key, value in flat(written.document) if unasked.get(key, _ABSENT) != value}
+    asked = {row.field for row in compare(before, reading)}
+    places = _places(reading)
+    anew = _changed(reading, places, _places(before), asked) if stays else set(places)
+    new |= _keys(places, anew, written)
+    if new:  # beside other keys, a file that the document names says nothing
+        anew |= {place for place, entries in places.items() if any(len(one.path) > len(place) for one in entries)}
+        new |= _keys(places, anew, written)
+    more = nested({key: value for key, value in flat(written.document) if is_within(key, new)})
+    document = merge(dict(_without(reading.source.data, anew)), more)
+    if (asked or not stays) and _otherwise(target, document, reading) - _otherwise(target, written.document, reading):
+        return None
+    kept = {one.as_it_is: _kept(one) for place, entries in places.items() if place not in anew for one in entries}
+    gone = {one.as_it_is: _gone(one) for place in anew for one in places[place] if not one.effect.sayings}
+    return RenderedDocument(document, {**gone, **written.fields, **kept})
+
+
+def _otherwise(target: Format, document: Native, reading: ReadDocument) -> set[str]:
+    """The fields that a document says otherwise than they are to be; the whole, of no name, where it cannot be read."""
+    try:
+        return {row.field for row in compare(reading, read_back(target, document, reading))}
+    except ConfigError:
+        return {""}
+
+
+def _places(reading: ReadDocument) -> _Places:
+    """The entries of a document by the value in it that says them: of a file that it names, all by that name."""
+    places: _Places = {}
+    for entry in reading.entries:
+        if not entry.supplied:
+            places.setdefault(_place(entry.path, reading.source.data), []).append(entry)
+    return places
+
+
+def _place(path: Path, data: Any) -> Path:
+    for length, name in enumerate(path):
+        if not isinstance(data, Mapping):
+            return path[:length]
+        data = data.get(name, {})
+    return path
+
+
+def _changed(reading: ReadDocument, places: _Places, before: _Places, asked: Collection[str]) -> set[Path]:
+    """The places whose keys do not stay: their tool refuses one, or one says something else now."""
+    filled = any(entry.supplied for entry in reading.entries)
+    return {
+        place
+        for place, entries in places.items()
+        if not all(_stays(entry, asked, filled=filled) for entry in entries)
+        or (entries != before.get(place) and not all(map(_says_nothing, entries)))
+    }
+
+
+def _stays(entry: Entry, asked: Collection[str], *, filled: bool) -> bool:
+    """Whether a key still says what is to be said; not a word for what others fill in, where that is known."""
+    said = entry.effect.sayings
+    open_ = not said or any(isinstance(value, Undecided) for value in said.values())
+    return entry.goes_through and said.keys().isdisjoint(asked) and (open_ or not filled or entry.value != AUTO)
+
+
+def _says_nothing(entry: Entry) -> bool:
+    return entry.effect.copy_verbatim and not entry.effect.sayings
+
+
+def _keys(places: _Places, anew: Collection[Path], written: RenderedDocument) -> set[str]:
+    """The keys that say what the entries at these places say."""
+    gone = [entry for place in anew for entry in places[place] if not entry.assumed]
+    names = {name for entry in gone for name in (*entry.effect.sayings, entry.as_it_is)}
+    return {key for name in names if name in written.fields for key in written.fields[name].keys}
+
+
+def _kept(entry: Entry) -> FieldResult:
+    if not entry.assumed:
+        return FieldResult.held(entry.key)
+    left = f"{entry.effect.note}; still left to it" if entry.effect.notable else "still left to the tool's default"
+    return FieldResult(Fit.EXACT, "", left)
+
+
+def _gone(entry: Entry) -> FieldResult:
+    return FieldResult(entry.effect.fit, "", entry.effect.note)
+
+
+def _without(data: Mapping[str, Any], places: Collection[Path], above: Path = ()) -> Iterator[tuple[str, Any]]:
+    """The keys of a document but for these, and for the blocks that this empties."""
+    for name, value in data.items():
+        path = (*above, name)
+        if path in places:
+            continue
+        inner = dict(_without(value, places, path)) if isinstance(value, Mapping) else value
+        if inner or inner == value:
+            yield name, inner
