@@ -64,7 +64,7 @@ def save(world: int, names: list[str], planning: Planning | PlanningProcess) -> 
             final, metadata = planner.create_global_plan([pickle.loads(plan) for plan in plans])
             for plan in final:
                 pickle.dumps(plan)
-            writer = writing._Writer(Path(folder), {}, lambda written: None, planner, own_index=True)
+            writer = writing._Writer(Path(folder), {}, lambda written: None, planner)
             writer.finish(metadata, [pickle.loads(result) for result in results])
 
     return plan_and_write

@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from unishard.checkpoint import tensor_reader, writing
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import Planning, RankResult
+from unishard.checkpoint.saving import without_collections
 from unishard.distributed.agreement import agree
 from unishard.distributed.lazy_shards import LazyShard
 from unishard.failures import digest_exchange
@@ -114,7 +115,7 @@ def watch(world: int) -> Row:
 
     server, links = MonitorServer(world, "token", detect, lambda rank: False), [_Link(Counted()) for _ in range(world)]  # type: ignore[arg-type]
     for rank, link in enumerate(links):
-        server._handle(link, {"token": "token", "rank": rank})
+        server._handle(link, {"token": "token", "rank": rank, "size": world})
     said = {"kind": "collect", "key": "arrived", "value": "", "purpose": "", "seconds": None, "patience": None}
     before = sum(link.socket.bytes for link in links)  # type: ignore[attr-defined]
     collected, _ = cpu(lambda: [server._handle(link, said) for link in links])
@@ -181,6 +182,16 @@ def local_results(world: int, names: list[str], planned: Planning) -> list[bytes
     return results
 
 
+def states_again(world: int, names: list[str]) -> list[bytes]:
+    """What each rank sends to rank 0 before a save for which the last plan holds."""
+    sent = []
+    for rank in range(world):
+        again = writing._Planner((shards(0, world, names) if rank == 0 else {}) | states(rank), PlanCache())
+        again.reuses = True
+        sent.append(pickle.dumps(again.create_local_plan()))
+    return sent
+
+
 def planned(world: int, names: list[str], folder: Path) -> tuple[Row, int]:
     """What rank 0 spends on the plan and the index of a save, and the number of chunks."""
     planner, plans = local_plans(world, names, cache := PlanCache())
@@ -191,18 +202,10 @@ def planned(world: int, names: list[str], folder: Path) -> tuple[Row, int]:
     results = local_results(world, names, cache.planning)
     folder.mkdir()
     reading, everyone = cpu(lambda: [pickle.loads(result) for result in results])
-    writer = writing._Writer(folder, {}, lambda written: None, planner, own_index=True)
+    writer = writing._Writer(folder, {}, lambda written: None, planner)
     writing_index, _ = cpu(lambda: writer.finish(metadata, everyone))
-    planner.masks, planner.lengths = [b"", b""], [None, None]
-    planner.remember()
-    again = writing._Planner(shards(0, world, names) | states(0), cache)
-    again.reuses = True
-    second = [pickle.dumps(again.create_local_plan())]
-    for rank in range(1, world):
-        again = writing._Planner(states(rank), cache)
-        again.reuses = True
-        second.append(pickle.dumps(again.create_local_plan()))
-    planning_again, _ = cpu(lambda: again.create_global_plan([pickle.loads(plan) for plan in second]))
+    second = states_again(world, names)
+    planning_again, _ = cpu(lambda: planner.create_global_plan([pickle.loads(plan) for plan in second]))
     row = {
         "save: gather plans, s": gathering,
         "save: plan, s": planning,
@@ -221,22 +224,16 @@ def located(world: int, names: list[str], folder: Path) -> Row:
     """What each rank spends until it knows where its shards lie."""
     mine = [(name, shard) for name, shard in shards(world // 3, world, names).items() if shard.end > shard.start]
 
-    def find() -> Any:
-        tensors: Any = tensor_reader.Tensors(folder)
-        if hasattr(tensors, "_table"):
-            assert all(any(tensors._table.chunks(name, shard.start, shard.end)) for name, shard in mine)
-        else:
-            for name, shard in mine:
-                target = tensor_reader.ReadRequest(
-                    name, shard.start, torch.empty(shard.end - shard.start, device="meta")
-                )
-                assert any([*tensor_reader._common(chunk, target)] for chunk in tensors._of(name))
-        return tensors
+    @without_collections()
+    def find() -> None:
+        tensors = tensor_reader.Tensors(folder)
+        assert all(tensors._chunks(name, shard.start, shard.end) for name, shard in mine)
 
-    seconds, tensors = cpu(find)
-    table = getattr(tensors, "_table", None)
-    read = 32 * table.looked_at + table._begin if hasattr(table, "looked_at") else (folder / ".metadata").stat().st_size
-    return {"load: find shards, s": seconds, "load: bytes of index a rank": float(read)}
+    seconds, _ = cpu(find)
+    return {
+        "load: find shards, s": seconds,
+        "load: bytes of index a rank": float((folder / ".metadata").stat().st_size),
+    }
 
 
 def checkpoint(world: int, most: int) -> Row:

@@ -14,8 +14,9 @@ import pytest
 from stored import save, stamp
 
 from unishard.checkpoint import directory, finding, manifest
+from unishard.checkpoint.files import path_of
 from unishard.checkpoint.verifying import damaged
-from unishard.errors import CheckpointError
+from unishard.errors import CheckpointError, ContractError
 
 FORMER = (10, 20, 30)
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree"}
@@ -388,3 +389,10 @@ def test_a_root_that_is_a_file_is_told(tmp_path: Path) -> None:
         directory.begin(tmp_path / "file" / "below", 1)
     with pytest.raises(CheckpointError, match=r"cannot be read"):
         finding.checkpoints(tmp_path / "file")
+
+
+def test_a_name_that_no_file_can_have_is_one_error() -> None:
+    for given in ("a\0b", "a\ud800", "", 3):
+        with pytest.raises(ContractError, match=r"save: .* is not a path; pass the path of a directory"):
+            path_of(given, "save")  # type: ignore[arg-type]
+    assert path_of("a\udc80", "save") == Path("a\udc80")  # a byte that is not UTF-8

@@ -68,15 +68,15 @@ def test_it_answers_and_fails_as_planning_does(process: PlanningProcess, tmp_pat
             planning.plan(1 << 24, [rank(0, 6), rank(5, 10)])
         assert planning.plan(1 << 24, [rank(0, 6), rank(6, 10)]) == [(b"\x80", b""), (b"\x80", b"")]
         with pytest.raises(ValueError, match="has not written the records"):
-            planning.finish(folder, {}, results(24, 16, 1), own_index=True)
+            planning.finish(folder, {}, results(24, 16, 1))
         with pytest.raises(FileNotFoundError) as missing:
-            planning.finish(folder / "none", {}, results(24, 16), own_index=True)
+            planning.finish(folder / "none", {}, results(24, 16))
         assert missing.value.filename == str(folder / "none" / ".metadata.tmp")
-        written = planning.finish(folder, {"model.b": "model.a"}, results(24, 16), own_index=True)
-        assert set(written.files) == {"__0_0.distcp", "__1_0.distcp", ".metadata", "shards.index"}
+        written = planning.finish(folder, {"model.b": "model.a"}, results(24, 16))
+        assert set(written.files) == {"__0_0.distcp", "__1_0.distcp", ".metadata"}
         assert written.shapes == {"model.a": (10,), "model.b": (10,)}
-    for name in (".metadata", "shards.index"):
-        assert (tmp_path / "Planning" / name).read_bytes() == (tmp_path / "PlanningProcess" / name).read_bytes()
+    indexes = [(tmp_path / kind.__name__ / ".metadata").read_bytes() for kind in (Planning, PlanningProcess)]
+    assert indexes[0] == indexes[1]
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")

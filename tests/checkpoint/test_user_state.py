@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from unishard.checkpoint import manifest
 from unishard.checkpoint.hashing import hash_of, hexadecimal
 from unishard.checkpoint.tensor_reader import Tensors
-from unishard.checkpoint.user_state import pack, unpack
+from unishard.checkpoint.user_state import once, pack, unpack
 from unishard.checkpoint.verifying import damaged, hashes_of
 from unishard.distributed.storable import STORABLE
 from unishard.errors import CheckpointError
@@ -285,3 +285,11 @@ NONSENSE = [
 def test_json_of_another_version_is_refused(value):
     with pytest.raises(CheckpointError, match="which this version cannot decode"):
         unpack({"a": [value]}, dict[str, Tensor]().__getitem__)
+
+
+def test_a_state_refers_to_no_tensor_twice() -> None:
+    packed, held = pack({"a": torch.ones(2), "b": [torch.ones(2), b"x"]})
+    assert unpack(packed, once(held.__getitem__))["b"][1] == b"x"
+    name = next(iter(held))
+    with pytest.raises(CheckpointError, match=r"refers to the tensor 'state.a' twice"):
+        unpack([{"$tensor": name}] * 2, once(held.__getitem__))

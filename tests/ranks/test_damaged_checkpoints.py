@@ -4,6 +4,7 @@ to load it."""
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import shutil
 import zlib
@@ -13,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import BACKENDS, DEEP, config, curve, my_rank, own_share, play, refused, train, values
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import StepLR
 
 import unishard
-from unishard.checkpoint import manifest, metadata, shard_index
+from unishard.checkpoint import manifest, metadata
+from unishard.checkpoint.tensor_reader import Tensors
 from unishard.testing.models import mlp
 
 WEIGHT, MOMENT = "model.inp.weight", "optim.state.inp.weight.exp_avg"
@@ -47,31 +50,40 @@ def rewritten(name, change, *, known=True):
     return damage
 
 
-def header_with(change):
-    """The index of shards with another header."""
+def index_with(change):
+    """torch's index, changed."""
 
     def damage(data):
-        begin = len(shard_index._MAGIC) + 8
-        length = int.from_bytes(data[begin - 8 : begin], "little")
-        facts = json.loads(data[begin : begin + length])
-        change(facts)
-        header = json.dumps(facts).encode()
-        return data[: begin - 8] + len(header).to_bytes(8, "little") + header + data[begin + length :]
+        index = pickle.loads(data)
+        change(index)
+        return pickle.dumps(index)
 
-    return damage
+    return rewritten(metadata.FILE, damage)
 
 
-def last_row_with(column, number, name=WEIGHT):
-    """The index of shards with another number in one column of the last row of a tensor."""
+def shaped(name, *shape):
+    """The index says another shape of a tensor, in one chunk."""
 
-    def damage(data):
-        begin = len(shard_index._MAGIC) + 8
-        length = int.from_bytes(data[begin - 8 : begin], "little")
-        each = json.loads(data[begin : begin + length])["tensors"][name]
-        place = begin + length + 32 * (each["row"] + each["rows"] - 1) + 8 * column
-        return data[:place] + number.to_bytes(8, "little") + data[place + 8 :]
+    def change(index):
+        entry, box = index.state_dict_metadata[name], torch.Size(shape)
+        entry.size, entry.chunks = box, [ChunkStorageMetadata(torch.Size([0] * len(shape)), box)]
+        index.storage_data[MetadataIndex(name, entry.chunks[0].offsets)] = places_of(index, name)[0]
 
-    return damage
+    return index_with(change)
+
+
+def places_of(index, name):
+    return [place for at, place in index.storage_data.items() if at.fqn == name]
+
+
+def placed(name=WEIGHT, **values):
+    """The index says another place of the last record of a tensor."""
+
+    def change(index):
+        for field, value in values.items():
+            setattr(places_of(index, name)[-1], field, value)
+
+    return index_with(change)
 
 
 def outside(folder):
@@ -105,7 +117,7 @@ def without(*path):
 
 
 RANDOM = "rng.rank00001.torch"
-INDEX, SHARDS = metadata.FILE, shard_index.FILE
+INDEX = metadata.FILE
 DAMAGES = {
     "a truncated manifest": rewritten(manifest.FILE, half, known=False),
     "a list as a manifest": rewritten(manifest.FILE, lambda data: b"[]", known=False),
@@ -124,20 +136,22 @@ DAMAGES = {
     "truncated tensors": rewritten("__1_0.distcp", half, known=False),
     "truncated tensors that the manifest knows": rewritten("__1_0.distcp", half),
     "no tensors": lambda folder: (folder / "__1_0.distcp").unlink(),
-    "no indexes": lambda folder: [(folder / name).unlink() for name in (INDEX, SHARDS)],
-    "a truncated index of shards": rewritten(SHARDS, half),
-    "an index of shards of text": rewritten(SHARDS, header_with(at("tensors", value="x"))),
-    "a tensor that the index lacks": rewritten(SHARDS, header_with(without("tensors", WEIGHT))),
-    "another shape in the index": rewritten(SHARDS, header_with(at("tensors", WEIGHT, "shape", value=[13, 16]))),
-    "a huge shape in the index": rewritten(SHARDS, header_with(at("tensors", WEIGHT, "shape", value=[2**40]))),
-    "a state of another shape": rewritten(SHARDS, header_with(at("tensors", MOMENT, "shape", value=[1]))),
-    "files of the index outside": rewritten(SHARDS, header_with(at("files", value=["../a", "/etc/passwd"]))),
-    "a row beyond the file": rewritten(SHARDS, last_row_with(2, 2**40)),
-    "a row of huge length": rewritten(SHARDS, last_row_with(3, 2**62)),
-    "a row of no length": rewritten(SHARDS, last_row_with(3, 0)),
-    "a row in a file that is not listed": rewritten(SHARDS, last_row_with(1, 77)),
-    "a row of the optimizer beyond the file": rewritten(SHARDS, last_row_with(2, 2**40, MOMENT)),
-    "random numbers of another shape": rewritten(SHARDS, header_with(at("tensors", RANDOM, "shape", value=[3]))),
+    "no index": lambda folder: (folder / INDEX).unlink(),
+    "a truncated index": rewritten(INDEX, half, known=False),
+    "a truncated index that the manifest knows": rewritten(INDEX, half),
+    "an index of text": rewritten(INDEX, lambda data: pickle.dumps("x")),
+    "a tensor that the index lacks": index_with(lambda index: index.state_dict_metadata.pop(WEIGHT)),
+    "a record that the index lacks": index_with(lambda index: index.storage_data.clear()),
+    "another shape in the index": shaped(WEIGHT, 13, 16),
+    "a huge shape in the index": shaped(WEIGHT, 2**40),
+    "a state of another shape": shaped(MOMENT, 1),
+    "a file of the index outside": placed(relative_path="../a"),
+    "a record beyond the file": placed(offset=2**40),
+    "a record of huge length": placed(length=2**62),
+    "a record of no length": placed(length=0),
+    "a record in a file that is not there": placed(relative_path="__77_0.distcp"),
+    "a record of the optimizer beyond the file": placed(MOMENT, offset=2**40),
+    "random numbers of another shape": shaped(RANDOM, 3),
 }
 
 
@@ -198,7 +212,7 @@ def loads(backend, root, damages):
 
 def unreadable(folder):
     """Only who reads the last shard of the weight can see that it holds zeros in place of a tensor."""
-    *_, shard = shard_index.open_index(folder).chunks(WEIGHT, 0, 23 * 13)
+    *_, shard = Tensors(folder)._chunks(WEIGHT, 0, 23 * 13)
     rewritten(shard.file, lambda data: data[: shard.at] + bytes(shard.length) + data[shard.at + shard.length :])(folder)
 
 

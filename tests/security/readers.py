@@ -238,7 +238,6 @@ READERS: dict[str, Reader] = {
     "a manifest": Reader(_inside(manifest.FILE), _read_ours, slow=True),
     "latest": Reader(lambda folder: _checkpoint(folder).parent / "latest", lambda path: finding.latest(path.parent)),
     "the index of a checkpoint": Reader(_inside(".metadata"), _read_ours, slow=True),
-    "the index of shards": Reader(_inside("shards.index"), _read_ours, slow=True),
     "the tensors of a checkpoint": Reader(_inside("__0_0.distcp"), _read_ours, slow=True),
     "the names of an export": Reader(_inside("assets/export.json"), _read_ours, slow=True),
     "the config of an export": Reader(_inside("assets/config.json"), _read_ours, slow=True),

@@ -1,14 +1,12 @@
-"""Where the chunks of a checkpoint's tensors lie, found without looking at all of them."""
+"""Where the chunks of a tensor lie in a checkpoint, found without looking at all of them."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import NamedTuple
 
 
 class Chunk(NamedTuple):
@@ -23,55 +21,19 @@ class Chunk(NamedTuple):
     length: int
 
 
-class ChunkTable(Protocol):
-    """The chunks of all tensors."""
+class SortedChunks:
+    """The chunks of a tensor, in the order of their elements."""
 
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Of each tensor."""
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        """Sort them."""
+        spans = sorted((*_span(chunk), chunk) for chunk in chunks)
+        # Boxes of several dims may interleave in the flattened tensor: the largest end so far never falls.
+        self._firsts, self._chunks = [first for first, *_ in spans], [chunk for *_, chunk in spans]
+        self._ends = list(accumulate((last for _, last, _ in spans), max))
 
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Of each tensor."""
-
-    def chunks(self, name: str, begin: int, end: int) -> Iterator[Chunk]:
-        """Those that may hold elements of an interval of the flattened tensor.
-
-        Raises:
-            CheckpointError: They lie outside the directory, or the table is damaged.
-        """
-
-
-class ListedChunks:
-    """A table from lists, such as those of torch's index."""
-
-    def __init__(
-        self, listed: Mapping[str, Sequence[Chunk]], shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]
-    ) -> None:
-        """Sort the chunks.
-
-        Args:
-            listed: The chunks of each tensor.
-            shapes: Of each tensor.
-            dtypes: Of each tensor.
-        """
-        self.shapes, self.dtypes = shapes, dtypes
-        self._sorted: dict[str, tuple[list[Chunk], list[int], list[int]]] = {}
-        self._listed = listed
-
-    def chunks(self, name: str, begin: int, end: int) -> Iterator[Chunk]:
-        """See `ChunkTable`."""
-        if name not in self._sorted:
-            spans = sorted((*_span(chunk), index) for index, chunk in enumerate(self._listed[name]))
-            # Boxes of several dims may interleave in the flattened tensor: the largest end so far never falls.
-            ends = list(accumulate((last for _, last, _ in spans), max))
-            self._sorted[name] = (
-                [self._listed[name][index] for *_, index in spans],
-                [first for first, *_ in spans],
-                ends,
-            )
-        chunks, firsts, ends = self._sorted[name]
-        yield from chunks[bisect_left(ends, begin) : bisect_left(firsts, end)]
+    def within(self, begin: int, end: int) -> Sequence[Chunk]:
+        """Those that may hold elements of an interval of the flattened tensor."""
+        return self._chunks[bisect_left(self._ends, begin) : bisect_left(self._firsts, end)]
 
 
 def _span(chunk: Chunk) -> tuple[int, int]:

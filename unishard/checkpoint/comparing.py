@@ -12,7 +12,7 @@ from torch import Tensor
 from unishard.checkpoint import manifest as manifests
 from unishard.checkpoint.manifest import Manifest, TensorFacts
 from unishard.checkpoint.tensor_reader import Tensors
-from unishard.checkpoint.verifying import Advance, blocks_of, require_sound
+from unishard.checkpoint.verifying import Advance, blocks_of, opened, require_sound
 from unishard.errors import CheckpointError
 
 _INCIDENTAL = {"run", "commit", "written", "versions", "files", "tensors", "norms", "crc32"}
@@ -75,7 +75,7 @@ def compare(a: Path, b: Path, advance: Advance = lambda read: None) -> Compariso
     for folder, facts in ((a, one), (b, other)):
         require_sound(folder, facts, facts.files, advance)
     common = [name for name in one.tensors if name in other.tensors]
-    opened = Tensors(a), Tensors(b)
+    sides = Tensors(a), Tensors(b)
     return Comparison(
         list(_facts(one, other)),
         [name for name in one.tensors if name not in other.tensors],
@@ -85,7 +85,7 @@ def compare(a: Path, b: Path, advance: Advance = lambda read: None) -> Compariso
             for name in common
             if len(set(forms := (_form(one.tensors[name]), _form(other.tensors[name])))) > 1
         ],
-        [_gap(name, *opened, advance) for name in _changed(one, other)],
+        [_gap(name, *sides, advance) for name in _changed(one, other)],
         len(common),
     )
 
@@ -96,7 +96,8 @@ def to_read(a: Path, b: Path) -> int:
     Raises:
         CheckpointError: One of them cannot be read.
     """
-    tensors, one, other = Tensors(a), manifests.read(a), manifests.read(b)
+    one, other = manifests.read(a), manifests.read(b)
+    tensors = opened(a, one)
     files = sum(facts.bytes for side in (one, other) for facts in side.files.values())
     changed = [name for name in _changed(one, other) if name in tensors]
     return files + sum(tensors.shapes[name].numel() * tensors.dtypes[name].itemsize for name in changed)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from unishard.checkpoint import manifest, metadata, shard_index
+from unishard.checkpoint import manifest
 from unishard.checkpoint.directory import write_manifest
 from unishard.checkpoint.finding import checkpoints, is_checkpoint, locate
 from unishard.checkpoint.planning import SaveResult
 from unishard.checkpoint.summary import summary_of
 from unishard.checkpoint.tensor_names import OPTIMIZER, PARAMETERS, parameter_of
-from unishard.checkpoint.tensor_reader import Tensors
-from unishard.checkpoint.verifying import require_sound, verified
+from unishard.checkpoint.verifying import opened, verified
 from unishard.checkpoint.writing import write as write_tensors
 from unishard.contract.checkpoint_format import Advance, CheckpointFormat, Contents
 from unishard.version import __version__
@@ -25,12 +24,7 @@ def _is_own(source: Path) -> bool:
 def _read(source: Path) -> Contents:
     folder = locate(source)
     facts = manifest.read(folder)
-    require_sound(
-        folder,
-        facts,
-        [name for name in (metadata.FILE, shard_index.FILE) if name == metadata.FILE or name in facts.files],
-    )
-    tensors = Tensors(folder)
+    tensors = opened(folder, facts)
     taken = [
         name for name in tensors if name.startswith((PARAMETERS, OPTIMIZER)) and parameter_of(name) not in facts.ties
     ]

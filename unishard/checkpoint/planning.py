@@ -1,18 +1,15 @@
-"""What the first rank does in a save beside writing its own shards: it plans who writes what, and writes the indexes.
+"""What the first rank does in a save beside writing its own shards: it plans who writes what, and writes the index.
 
 It may do so in a child process: see `planning_process.py`.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from unishard.checkpoint import index_file, shard_index, tensor_names
+from unishard.checkpoint import index_file, tensor_names
 from unishard.checkpoint.assignment import Assignment, Places
 from unishard.checkpoint.direct_file import DirectFile
 from unishard.checkpoint.disk import fsync
@@ -50,7 +47,7 @@ class SaveResult(NamedTuple):
 
 
 class Planning:
-    """Plans a save, writes its indexes, and keeps the plan and the lengths of all records for the next save of the same
+    """Plans a save, writes its index, and keeps the plan and the lengths of all records for the next save of the same
     tensors.
     """
 
@@ -83,19 +80,16 @@ class Planning:
         self.assignments[1:] = [Assignment(changing, chunk)]
         return list(zip(first, self.assignments[1].masks, strict=True))
 
-    def finish(
-        self, folder: Path, ties: Mapping[str, str], ranks: Sequence[RankResult], *, own_index: bool
-    ) -> SaveResult:
-        """Write the indexes of a save, once all ranks have written their shards.
+    def finish(self, folder: Path, ties: Mapping[str, str], ranks: Sequence[RankResult]) -> SaveResult:
+        """Write the index of a save, once all ranks have written their shards.
 
         Args:
             folder: The checkpoint.
             ties: Other names of tensors, to those under which they are stored.
             ranks: What each rank has written.
-            own_index: Whether to write our own index beside torch's.
 
         Raises:
-            OSError: An index could not be written.
+            OSError: The index could not be written.
             ValueError: A rank has written another number of records.
         """
         lasting, changing = ([result.lengths[part] for result in ranks] for part in (0, 1))
@@ -110,7 +104,7 @@ class Planning:
         stored = {name: (number, places) for name, number, places in entries}
         entries += [(alias, *stored[name]) for alias, name in ties.items()]
         files = {result.file: (result.size, result.crc) for result in ranks}
-        files |= _put_indexes(folder, entries, [*files], own_index=own_index)
+        files[FILE] = _put_index(folder, entries, [*files])
         hashes, squares = _sums(self.assignments, ranks)
         hashes |= {alias: hashes[name] for alias, name in ties.items()}
         kinds = {name: places.tensors[number] for name, number, places in entries}
@@ -121,31 +115,15 @@ class Planning:
         return SaveResult(files, hashes, squares, shapes, dtypes)
 
 
-def _put_indexes(
-    folder: Path, entries: list[tuple[str, int, Places]], files: list[str], *, own_index: bool
-) -> dict[str, tuple[int, int]]:
-    """Write torch's index and our own: size and CRC-32 of each."""
+def _put_index(folder: Path, entries: list[tuple[str, int, Places]], files: list[str]) -> tuple[int, int]:
+    """Write torch's index: its size and CRC-32."""
     paths = {name: _path(name) for name, *_ in entries}
     with DirectFile(folder / f"{FILE}.tmp") as file:
         for piece in index_file.pieces(entries, files, paths):
             file.write(piece)
     (folder / f"{FILE}.tmp").rename(folder / FILE)
-    put = {FILE: (file.size, file.crc)}
-    if own_index:
-        tensors = {
-            name: (places.tensors[number].dtype, places.tensors[number].shape) for name, number, places in entries
-        }
-        rows = {
-            name: np.column_stack([first, *rest])
-            for name, number, places in entries
-            for first, _, *rest in [places.of(number)]
-        }
-        table = shard_index.bytes_of(tensors, rows, files, file.size)
-        (folder / shard_index.FILE).write_bytes(table)
-        fsync(folder / shard_index.FILE)
-        put[shard_index.FILE] = (len(table), zlib.crc32(table))
     fsync(folder)
-    return put
+    return file.size, file.crc
 
 
 def _path(name: str) -> tuple[str, ...]:

@@ -97,11 +97,9 @@ class PlanningProcess:
         """See `Planning`. Raises ChildProcessError if the child ends meanwhile."""
         return self._ask("plan", chunk, everyone)  # type: ignore[no-any-return]
 
-    def finish(
-        self, folder: Path, ties: Mapping[str, str], ranks: Sequence[RankResult], *, own_index: bool
-    ) -> SaveResult:
+    def finish(self, folder: Path, ties: Mapping[str, str], ranks: Sequence[RankResult]) -> SaveResult:
         """See `Planning`. Raises ChildProcessError if the child ends meanwhile."""
-        return self._ask("finish", folder.absolute(), ties, ranks, own_index=own_index)  # type: ignore[no-any-return]
+        return self._ask("finish", folder.absolute(), ties, ranks)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """End the child, which has nothing to finish between two saves."""

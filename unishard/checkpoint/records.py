@@ -8,12 +8,9 @@ are cached.
 from __future__ import annotations
 
 import io
-import math
 import struct
 import zipfile
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import IO
 
 import torch
 from torch import Tensor
@@ -22,25 +19,6 @@ from torch import Tensor
 def envelope_of(values: Tensor) -> tuple[bytes, bytes]:
     """The bytes before and after the data of a tensor in its record."""
     return _envelope(values.dtype, values.shape)
-
-
-def is_ours(record: IO[bytes], dtype: torch.dtype, shape: Sequence[int]) -> bool:
-    """Whether a record is what this version of torch writes for a tensor, except for the data.
-
-    Args:
-        record: The record; afterwards at its beginning.
-        dtype: Of the tensor.
-        shape: Of the tensor.
-    """
-    before, after = _envelope(dtype, torch.Size(shape))
-    matches = record.read(len(before)) == before
-    size = record.seek(0, 2)
-    record.seek(max(0, size - len(after)))
-    matches = (
-        matches and record.read() == after and size == len(before) + math.prod(shape) * dtype.itemsize + len(after)
-    )
-    record.seek(0)
-    return matches
 
 
 @lru_cache(maxsize=4096)

@@ -10,16 +10,14 @@ from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from unishard.checkpoint import metadata
-from unishard.checkpoint.archives import read_through, require_bounded
-from unishard.checkpoint.chunks import Chunk, ChunkTable, ListedChunks
+from unishard.checkpoint.archives import read_through
+from unishard.checkpoint.chunks import Chunk, SortedChunks
 from unishard.checkpoint.files import open_file
 from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.intervals import runs
-from unishard.checkpoint.records import is_ours
-from unishard.checkpoint.shard_index import open_index
 from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
@@ -50,11 +48,15 @@ class Tensors:
         """
         self.folder = folder
         self._verify = verify
-        table: ChunkTable | None = None if verify else open_index(folder)
-        self.others: frozenset[str] = frozenset()
+        index = metadata.read(folder)
+        entries = index.state_dict_metadata
+        self._tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        self._places: Mapping[MetadataIndex, Any] = index.storage_data
+        self.others = frozenset(entries.keys() - self._tensors.keys())
         """Names of entries that are not tensors: pickles, which are never opened."""
-        self._table = self._listed() if table is None else table
-        self.shapes, self.dtypes = self._table.shapes, self._table.dtypes
+        self.shapes = {name: entry.size for name, entry in self._tensors.items()}
+        self.dtypes = {name: entry.properties.dtype for name, entry in self._tensors.items()}
+        self._sorted: dict[str, SortedChunks] = {}
         self._sizes: dict[str, int] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -70,7 +72,7 @@ class Tensors:
             CheckpointError: There is no such tensor.
         """
         self._require(name)
-        for chunk in self._table.chunks(name, 0, self.shapes[name].numel()):
+        for chunk in self._chunks(name, 0, self.shapes[name].numel()):
             self._require_room(chunk)
 
         def read(begin: int, end: int) -> Tensor:
@@ -106,7 +108,7 @@ class Tensors:
             )
         target = ReadRequest(name, begin, torch.empty(end - begin, device="meta"))
         available = 0
-        for chunk in self._table.chunks(name, begin, end):
+        for chunk in self._chunks(name, begin, end):
             if chunk.file not in self._sizes:
                 self._open(chunk).close()
             self._require_room(chunk)
@@ -129,7 +131,7 @@ class Tensors:
         for target in targets:
             self._require(target.name)
             filled = 0
-            for chunk in self._table.chunks(target.name, target.start, target.start + target.values.numel()):
+            for chunk in self._chunks(target.name, target.start, target.start + target.values.numel()):
                 for inside, into, length in _common(chunk, target):
                     wanted.setdefault(chunk, []).append((target, inside, into, length))
                     filled += length
@@ -152,21 +154,17 @@ class Tensors:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _listed(self) -> ListedChunks:
-        """The chunks in torch's index."""
-        index = metadata.read(self.folder)
-        entries = index.state_dict_metadata
-        self.others = frozenset(name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata))
-        tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-        listed = {name: [*self._chunks_of(name, entry, index.storage_data)] for name, entry in tensors.items()}
-        shapes = {name: entry.size for name, entry in tensors.items()}
-        return ListedChunks(listed, shapes, {name: entry.properties.dtype for name, entry in tensors.items()})
+    def _chunks(self, name: str, begin: int, end: int) -> Sequence[Chunk]:
+        """Those that may hold elements of an interval of a flattened tensor."""
+        if name not in self._sorted:
+            self._sorted[name] = SortedChunks(self._listed(name))
+        return self._sorted[name].within(begin, end)
 
-    def _chunks_of(
-        self, name: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]
-    ) -> Iterator[Chunk]:
+    def _listed(self, name: str) -> Iterator[Chunk]:
+        """The chunks of a tensor in the index."""
+        entry = self._tensors[name]
         for chunk in entry.chunks:
-            place = places.get(MetadataIndex(name, chunk.offsets))
+            place = self._places.get(MetadataIndex(name, chunk.offsets))
             if place is None or getattr(place, "transform_descriptors", None):
                 raise CheckpointError(
                     f"{self.folder}: {name} has a missing or encoded chunk, which this version cannot read"
@@ -224,8 +222,6 @@ class Tensors:
             for _ in read_through(record, f"{path}: {chunk.name}"):
                 pass
         try:
-            if self._verify or not is_ours(record, self.dtypes[chunk.name], chunk.sizes):
-                require_bounded(record)
             values = torch.load(record, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged archive can raise anything
             raise CheckpointError(

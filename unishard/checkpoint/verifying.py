@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from unishard.checkpoint import manifest as manifests
+from unishard.checkpoint import metadata
 from unishard.checkpoint.files import open_file
 from unishard.checkpoint.hashing import MASK, hash_of, hexadecimal
 from unishard.checkpoint.manifest import FileFacts, Manifest, TensorFacts
@@ -67,6 +68,16 @@ def require_sound(folder: Path, manifest: Manifest, names: Iterable[str], advanc
         raise CheckpointError(
             f"{folder}: {'; '.join(problems)}; use another checkpoint (unishard checkpoint list {folder.parent})"
         )
+
+
+def opened(folder: Path, manifest: Manifest) -> Tensors:
+    """The tensors of a checkpoint whose index has its checksum: of a damaged pickle the reader may take all memory.
+
+    Raises:
+        CheckpointError: The index is missing or damaged.
+    """
+    require_sound(folder, manifest, [metadata.FILE])
+    return Tensors(folder)
 
 
 def verified(tensor: LazyShard, folder: Path, name: str, facts: TensorFacts | None) -> LazyShard:

@@ -53,7 +53,6 @@ def write(
     ties: Mapping[str, str] | None = None,
     group: dist.ProcessGroup | None = None,
     advance: Advance = lambda written: None,
-    own_index: bool = True,
     cache: PlanCache | None = None,
     single_process: bool = False,
 ) -> SaveResult | None:
@@ -66,7 +65,6 @@ def write(
         ties: Other names of tied tensors, to the names under which they are stored; readers find both.
         group: A process group with a CPU backend; None for the default group.
         advance: Called with this rank's progress.
-        own_index: Whether to write our own index beside torch's, from which ranks read only what they need.
         cache: What this rank remembers of the last save; is updated. None to plan anew.
         single_process: Whether this process writes all of it, whatever ranks there are.
 
@@ -81,7 +79,7 @@ def write(
     if single or dist.get_rank(group) == 0:
         planner.cache.choose(planner.cuts * (1 if single else dist.get_world_size(group)))
     planner.reuses = cache is not None and cache.fits(planner.key, group)
-    writer = _Writer(folder, ties or {}, advance, planner, own_index=own_index)
+    writer = _Writer(folder, ties or {}, advance, planner)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -164,16 +162,13 @@ class _Planner(DefaultSavePlanner):
 class _Writer(FileSystemWriter):
     """Writes one file for each rank, and computes its checksum and the hashes of its tensors at the same time."""
 
-    def __init__(
-        self, folder: Path, ties: Mapping[str, str], advance: Advance, planner: _Planner, *, own_index: bool
-    ) -> None:
+    def __init__(self, folder: Path, ties: Mapping[str, str], advance: Advance, planner: _Planner) -> None:
         super().__init__(folder, overwrite=False)
         self.result: SaveResult | None = None
         """On rank 0, once all is written."""
         self._ties = {tensor_names.PARAMETERS + alias: tensor_names.PARAMETERS + name for alias, name in ties.items()}
         self._planner = planner
         self._advance = advance
-        self._own_index = own_index
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # the base class would write a local path into the file
@@ -226,6 +221,4 @@ class _Writer(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         planning = self._planner.cache.planning
-        self.result = planning.finish(
-            Path(self.path), self._ties, [result for (result,) in results], own_index=self._own_index
-        )
+        self.result = planning.finish(Path(self.path), self._ties, [result for (result,) in results])

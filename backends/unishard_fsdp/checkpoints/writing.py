@@ -22,7 +22,7 @@ def write(contents: Contents, folder: Path, advance: Advance) -> tuple[str, ...]
     Returns:
         Notes on what is not converted, and why.
     """
-    write_tensors(folder, contents.shards, ties=contents.ties, advance=advance, own_index=False)
+    write_tensors(folder, contents.shards, ties=contents.ties, advance=advance)
     notes = ["not converted: step, schedule and loss scale, which torch.distributed.checkpoint directories do not have"]
     if contents.optimizer is not None:
         # All options of torch's optimizer of this name: `dcp.load` fails if one is missing.

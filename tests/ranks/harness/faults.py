@@ -21,7 +21,7 @@ _CHANGES = {"os.mkdir": "mkdir", "os.rename": "rename", "os.remove": "unlink", "
 """Audit events of what changes a directory; Python raises them just before (PEP 578)."""
 _AREAS = {
     r"\.distcp$": "tensors",
-    r"\.metadata|shards\.index": "index",
+    r"\.metadata": "index",
     r"manifest\.json": "manifest",
     r"(^|/)\.?latest": "latest",
     r"(^|/)\.trash-[^/]*$": "deleting",

@@ -19,7 +19,7 @@ from unishard.checkpoint.files import path_of, read_bytes
 from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.tensor_reader import Tensors
-from unishard.checkpoint.verifying import verified
+from unishard.checkpoint.verifying import opened, verified
 from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import Ranks
 from unishard.errors import CheckpointError
@@ -59,7 +59,8 @@ def export_checkpoint(
             or the folder cannot be written. Nothing is left behind.
     """
     out = path_of(out, "export")
-    facts, tensors = manifest.read(checkpoint_folder), Tensors(checkpoint_folder)
+    facts = manifest.read(checkpoint_folder)
+    tensors = opened(checkpoint_folder, facts)
     require_free(out, overwrite=overwrite)
     assets = _assets(checkpoint_folder, facts) if model is None else _described(model, facts, tensors)
     shards = {source: _checked(tensors, source, facts) for source in assets.sources}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unishard.checkpoint import manifest as manifests  # a `manifest` is what was read
-from unishard.checkpoint import metadata, shard_index, tensor_names
+from unishard.checkpoint import metadata, tensor_names
 from unishard.checkpoint.hashing import hash_of, hashes, hexadecimal
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.matching import Wanted, fit
@@ -278,9 +278,8 @@ def _require_schedule(run: Run, manifest: Manifest) -> None:
 
 
 def _verify_files(folder: Path, manifest: Manifest, *, all_of_them: bool) -> None:
-    """Check this rank's share of the files, or only the small index."""
-    indexes = [name for name in (metadata.FILE, shard_index.FILE) if name == metadata.FILE or name in manifest.files]
-    names: Sequence[str] = sorted(manifest.files) if all_of_them else indexes
+    """Check this rank's share of the files, or only the index."""
+    names: Sequence[str] = sorted(manifest.files) if all_of_them else [metadata.FILE]
     problems = damaged(folder, manifest, names[dist.get_rank() :: dist.get_world_size()])
     if problems:
         raise CheckpointError(

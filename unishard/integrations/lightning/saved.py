@@ -14,6 +14,7 @@ from unishard.checkpoint import finding, manifest, tensor_names
 from unishard.checkpoint.manifest import Manifest
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.user_state import unpack
+from unishard.checkpoint.verifying import opened
 from unishard.engine.engine import Engine
 from unishard.errors import CheckpointError
 from unishard.integrations.saving import replace_checkpoint, set_options
@@ -87,7 +88,8 @@ def restore_options(engine: Engine, state: Mapping[str, Any]) -> None:
 
 def _opened(path: str | Path) -> tuple[Manifest, Tensors]:
     folder = finding.locate(Path(path), "latest")
-    return manifest.read(folder), Tensors(folder)
+    facts = manifest.read(folder)
+    return facts, opened(folder, facts)
 
 
 def _weights(facts: Manifest, tensors: Tensors) -> dict[str, Tensor]:
