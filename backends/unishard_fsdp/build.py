@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from inspect import signature
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -149,34 +148,8 @@ def _ddp(
             **{_SYNCS_BUFFERS: native.forward_sync_buffers},
         )
 
-    built = optimizer(_named(model))
-    if not native.zero_redundancy_optimizer:
-        return DDPAdapter(spec, model, built, device, native=native, wrap=wrap)
-    built = _partitioned(built)
-    owned = [parameter for group in built.optim.param_groups for parameter in group["params"]]
-    return DDPAdapter(spec, model, built, device, native=native, wrap=wrap, owned=owned)
+    return DDPAdapter(spec, model, optimizer(_named(model)), device, native=native, wrap=wrap)
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def _partitioned(optimizer: Any) -> Any:
-    """A ZeroRedundancyOptimizer around a copy of an optimizer that has no state yet, on this rank's parameters."""
-    with warnings.catch_warnings():
-        # The import uses torch's deprecated torch.jit, for code that is not used here (torch 2.13).
-        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    def partition(groups: list[dict[str, Any]], **unused: Any) -> Any:
-        own = object.__new__(type(optimizer))
-        vars(own).update(vars(optimizer), param_groups=groups, state=defaultdict(dict))
-        vars(own).pop("step", None)  # a scheduler has set a `step` that is bound to `optimizer`
-        return own
-
-    # The warning is about `optimizer`, but its copy steps (torch 2.13, optim/lr_scheduler.py).
-    warnings.filterwarnings(
-        "ignore", r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`", UserWarning
-    )
-    # The same group dicts, so that a scheduler on the optimizer still writes the live learning rates.
-    return ZeroRedundancyOptimizer(list(optimizer.param_groups), optimizer_class=partition)  # type: ignore[arg-type]  # torch only calls it

@@ -39,7 +39,6 @@ class DDPAdapter(EngineAdapter):
         *,
         native: options.DistributedDataParallel,
         wrap: Callable[[AveragingHook], DistributedDataParallel],
-        owned: Sequence[nn.Parameter] | None = None,
     ) -> None:
         super().__init__(module, device, optimizer)
         self._gradients = TorchGradients(
@@ -48,11 +47,10 @@ class DDPAdapter(EngineAdapter):
             optimizer,
             steps_always=spec.steps_always,
             copies=dist.get_world_size(),
-            skip=DeviceSkip(optimizer) if owned is None else None,
+            skip=DeviceSkip(optimizer),
         )
         if native.find_unused_parameters or native.conditional_modules:
             self.shared_parameters = {}
-        self._owned = owned
         self._wrap = wrap
         self._averaging = AveragingHook()
         self._replica: DistributedDataParallel | None = wrap(self._averaging)
@@ -133,12 +131,6 @@ class DDPAdapter(EngineAdapter):
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Do nothing: there is one copy."""
 
-    @property
-    def torch_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer inside a ZeroRedundancyOptimizer."""
-        optimizer: torch.optim.Optimizer = self.optimizer if self._owned is None else self.optimizer.optim
-        return optimizer
-
     def set_trainable(self, names: Sequence[str], trainable: bool) -> None:
         """Change `requires_grad` and wrap the model again."""
         set_requires_grad(self.module, names, trainable)
@@ -156,9 +148,7 @@ class DDPAdapter(EngineAdapter):
         """Report what the engine holds, from its live tensors."""
         # torch's class, also for the subclass with fixed buckets.
         engine = next(kind.__name__ for kind in type(self._running).__mro__ if kind.__module__.startswith("torch."))
-        return placement_of(
-            self.module, engine, masters=self._gradients.parameters if self._owned is None else self._owned
-        )
+        return placement_of(self.module, engine, masters=self._gradients.parameters)
 
     def close(self) -> None:
         """Free the gradients, and destroy the reducer."""

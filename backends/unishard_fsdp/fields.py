@@ -22,13 +22,7 @@ def form_of(cfg: Config) -> Form:
     """Which of PyTorch's three forms of data parallelism runs a config."""
     if cfg.sharding.strategy == "no_shard":
         return "DistributedDataParallel" if cfg.precision.compute == "fp32" else "replicate"
-    return "DistributedDataParallel" if zero_redundancy(cfg) else "fully_shard"
-
-
-def zero_redundancy(cfg: Config) -> bool:
-    """Whether DistributedDataParallel runs with ZeroRedundancyOptimizer."""
-    asked = cfg.native.get("fsdp", {}).get("zero_redundancy_optimizer") is True
-    return asked and cfg.sharding.strategy == "shard_optimizer" and cfg.precision.compute == "fp32"
+    return "fully_shard"
 
 
 def has_strategy(*names: str) -> Callable[[Config], bool]:

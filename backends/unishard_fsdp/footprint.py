@@ -16,13 +16,11 @@ Persistent state is exact (tests/ranks/test_footprint.py counts it on real ranks
 - One input of a reduce-scatter is kept until that of the next unit is made (`reduce_scatter_max_input_buffers`, 1).
 - DistributedDataParallel with `gradient_as_bucket_view` keeps all gradients in its buckets, which stay between steps
   (csrc/distributed/ c10d/reducer.cpp, `initialize_buckets`).
-- ZeroRedundancyOptimizer gives whole parameters, the largest first, to the rank with the fewest elements
-  (distributed/optim/zero_redundancy_optimizer.py, `_partition_parameters`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, takewhile
 
 from unishard.config import Config
@@ -30,7 +28,7 @@ from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.contract.footprint import Bytes, Collective, Footprint, Piece, exchanged, optimizer_state
-from unishard.contract.kit.parameter_groups import groups_of, matrices_of
+from unishard.contract.kit.parameter_groups import matrices_of
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
 from unishard_fsdp.parameter_size import own_size
 from unishard_fsdp.replicated_footprint import beside
@@ -264,29 +262,23 @@ class _Sharded:
 
 
 def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> Footprint:
-    """Whole parameters and gradients on each rank; the optimizer's state too, unless ZeroRedundancyOptimizer divides
-    it.
-    """
+    """Whole parameters, gradients and optimizer state on each rank."""
     parameters = sum(parameter.numel * own_size(parameter, cfg) for parameter in shape.parameters)
     gradients = sum(parameter.numel for parameter in shape.trainable) * ITEMSIZE[cfg.precision.master]
-    divided = native["zero_redundancy_optimizer"]
     matrices = matrices_of(cfg.optimizer, shape.trainable)
-    stepped = _partition(shape, cfg, topology, matrices) if divided else shape.trainable
     micro = 1 if native["requires_gradient_sync"] == "last_micro_batch" else cfg.training.gradient_accumulation_steps
     # Without synchronization autograd accumulates beside DDP's buckets, to which the last micro-batch copies (torch
     # 2.13, nn/parallel).
     beside = gradients if micro < cfg.training.gradient_accumulation_steps else 0
     traffic = [Collective("all_reduce", "gradients", "backward", gradients * micro, topology.world_size)]
-    if divided:
-        traffic.append(Collective("broadcast", "parameters", "step", gradients, topology.world_size))
     return Footprint(
         parameters=Bytes(parameters),
         masters=Bytes(),
         optimizer=Bytes(
             optimizer_state(
                 cfg,
-                ((each.numel, each.name in matrices) for each in stepped),
-                [Piece(0, each.numel, each.numel) for each in stepped],
+                ((each.numel, each.name in matrices) for each in shape.trainable),
+                [Piece(0, each.numel, each.numel) for each in shape.trainable],
             )
         ),
         gradients=Bytes(gradients),
@@ -297,18 +289,3 @@ def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> 
         traffic=tuple(traffic) if topology.world_size > 1 else (),
         reserved=RESERVED,
     )
-
-
-def _partition(
-    shape: ModelShape, cfg: Config, topology: Topology, matrices: Collection[str]
-) -> Sequence[ParameterShape]:
-    """The parameters that ZeroRedundancyOptimizer gives to the rank."""
-    named = {parameter.name: parameter for parameter in shape.trainable}
-    sizes, mine = [0] * topology.world_size, []
-    for group in groups_of(cfg.optimizer, list(named), matrices=matrices):
-        for name in sorted(group.names, key=lambda name: -named[name].numel):
-            rank = sizes.index(min(sizes))
-            sizes[rank] += named[name].numel
-            if rank == topology.rank:
-                mine.append(named[name])
-    return mine

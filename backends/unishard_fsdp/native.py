@@ -47,7 +47,6 @@ SAME_MATHS = frozenset(
         "find_unused_parameters",
         "static_graph",
         "gradient_as_bucket_view",
-        "zero_redundancy_optimizer",
         "separate_reduce_scatter_group",
         "allocate_memory_from_process_group_for_comm",
         "symm_mem_for_comm",
@@ -56,7 +55,6 @@ SAME_MATHS = frozenset(
 """Keys that affect only time, memory or collectives; any other may change the maths."""
 
 _ACCUMULATES = ("requires_gradient_sync", "requires_all_reduce")
-_ZERO_REDUNDANCY = "zero_redundancy_optimizer"
 _ALLOCATED, _SYMMETRIC = "allocate_memory_from_process_group_for_comm", "symm_mem_for_comm"
 
 
@@ -110,12 +108,6 @@ def _refusal(key: str, value: Any, written: Native, cfg: Config) -> str | None:
     form = written["data_parallel"]
     if key in DECIDED:
         return f"is decided by {DECIDED[key]}; set it there"
-    if (
-        key == _ZERO_REDUNDANCY
-        and value is True
-        and not (cfg.sharding.strategy == "shard_optimizer" and cfg.precision.compute == "fp32")
-    ):
-        return "needs sharding.strategy shard_optimizer and precision.compute fp32; set both or remove it"
     if key == "requires_all_reduce" and written.get(key) is None and key in _keys(form):
         return "is only for hybrid strategies; set sharding.strategy to hybrid_shard or remove it"
     if key == _SYMMETRIC and value is True and cfg.native.get("fsdp", {}).get(_ALLOCATED) is True:

@@ -122,7 +122,7 @@ class Replicate(_Arguments):
 
 
 class DistributedDataParallel(_Arguments):
-    """`torch.nn.parallel.DistributedDataParallel`, with torch's ZeroRedundancyOptimizer or without."""
+    """`torch.nn.parallel.DistributedDataParallel`."""
 
     data_parallel: Literal["DistributedDataParallel"]
     conditional_modules: list[str]
@@ -139,8 +139,6 @@ class DistributedDataParallel(_Arguments):
     """Gradients are views of the buckets, which saves a copy."""
     forward_sync_buffers: bool
     """Broadcast rank 0's buffers before each forward."""
-    zero_redundancy_optimizer: bool
-    """`torch.distributed.optim.ZeroRedundancyOptimizer`: each rank holds full parameters and steps some of them."""
 
 
 Options = FullyShard | Replicate | DistributedDataParallel
@@ -172,7 +170,6 @@ CONSTANTS: Mapping[str, tuple[Any, str]] = {
     "static_graph": (False, "the set of used parameters may change"),
     "gradient_as_bucket_view": (True, "same maths, and one copy of the gradients fewer"),
     "forward_sync_buffers": (False, "buffers are broadcast once before training, as with FSDP2 and DeepSpeed"),
-    "zero_redundancy_optimizer": (False, "shard_optimizer uses fully_shard unless this is set to true"),
 }
 """Dotted keys that are always written, in the forms that have them: `(value, why)`."""
 

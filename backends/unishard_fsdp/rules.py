@@ -29,11 +29,6 @@ _OWN: Mapping[str, Rule] = {
             lambda cfg: cfg.sharding.strategy == "no_shard",
             "fully_shard over groups of one rank: each has master weights and a compute copy",
         ),
-        unless(
-            "shard_optimizer with native.fsdp.zero_redundancy_optimizer",
-            fields.zero_redundancy,
-            "ZeroRedundancyOptimizer: each rank steps some full parameters and broadcasts them",
-        ),
         When(
             "shard_optimizer",
             fields.has_strategy("shard_optimizer"),
@@ -109,7 +104,7 @@ _OWN: Mapping[str, Rule] = {
         "unishard casts them, keeps their master weights on every rank, and averages their gradients in one all-reduce "
         "when the last backward of a window ends",
         unless(
-            "no_shard, or native.fsdp.zero_redundancy_optimizer",
+            "no_shard",
             lambda cfg: fields.form_of(cfg) != "fully_shard",
             "nothing to replicate: every rank holds every parameter whole",
         ),
@@ -182,12 +177,6 @@ _OWN: Mapping[str, Rule] = {
         "CPUOffloadPolicy, or the optimizer on host copies",
         _TOGETHER,
         When("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Fit.UNSUPPORTED, NO_STATE_IN_FILES),
-        When(
-            "cpu with native.fsdp.zero_redundancy_optimizer",
-            fields.zero_redundancy,
-            Fit.UNSUPPORTED,
-            "DistributedDataParallel has no offload; remove native.fsdp.zero_redundancy_optimizer",
-        ),
         When(
             "cpu with shard_optimizer, shard_grad_op or hybrid_shard_grad_op",
             lambda cfg: cfg.sharding.within_group != "full_shard",

@@ -21,7 +21,6 @@ from unishard.testing.models import MODELS, MlpOutput
 
 EXTRAS = {
     "plain": {},
-    "owners": {"native": {"fsdp": {"zero_redundancy_optimizer": True}}},
     "offload": {"offload": {"optimizer": "cpu"}},
     "offload all": {"offload": "cpu"},
     "groups": {
@@ -32,7 +31,7 @@ PLACES = (
     ("fsdp", "no_shard", "fp32", "plain"),
     ("fsdp", "no_shard", "bf16", "plain"),
     ("fsdp", "shard_optimizer", "bf16", "plain"),
-    ("fsdp", "shard_optimizer", "fp32", "owners"),
+    ("fsdp", "shard_optimizer", "fp32", "plain"),
     ("fsdp", "shard_grad_op", "fp32", "plain"),
     ("fsdp", "shard_grad_op", "bf16", "offload"),
     ("fsdp", "full_shard", "bf16", "plain"),
@@ -306,10 +305,7 @@ class Kinds(nn.Module):
         return MlpOutput(functional.cross_entropy(logits.float(), x), logits)
 
 
-KINDS = tuple(place for place in SPANNED if place[3] != "owners")  # whose DDP would have to look for unused parameters
-
-
-@in_ranks(cells=KINDS)
+@in_ranks(cells=SPANNED)
 def test_tied_frozen_and_unused_parameters(*place):
     torch.manual_seed(5)
     x = torch.arange(my_rank(), my_rank() + 6)

@@ -37,7 +37,6 @@ OPTIONS = {
     "all ahead": ALL_AHEAD,
     "kept after forward": {"sharding": {"reshard_after_forward": False}} | ALL_AHEAD,
     "kept after forward, no prefetch": {"sharding": {"reshard_after_forward": False}} | NO_PREFETCH,
-    "zero redundancy": {"native": {"fsdp": {"zero_redundancy_optimizer": True}}},
     "tiny buckets": {"communication": {"reduce_bucket_size": TINY}},
     "linear layers": {"sharding": {"units": ["Linear"]}} | NO_PREFETCH,
     "large linear layers": {"sharding": {"units": ["Linear"], "min_unit_params": 100}} | NO_PREFETCH,
@@ -88,7 +87,6 @@ TABLE = {
             ("all ahead", LAST_KEPT),
         )
     },
-    ("fsdp", "shard_optimizer", "zero redundancy"): {"backward 1": REDUCE, "step 1": {"broadcast": P}},
     # Where the end of the window cannot be waited for, since FSDP2 would add up in bf16 what it has not reduced yet.
     ("fsdp", "no_shard", "bf16 reduced in bf16"): {"backward 0": REDUCE, "backward 1": REDUCE},
     ("fsdp", "shard_optimizer", "bf16 reduced in bf16"): {

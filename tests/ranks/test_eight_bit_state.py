@@ -21,14 +21,12 @@ EIGHT, FULL = "adamw_8bit", "adamw"
 BEFORE, AFTER = 3, 3
 SECTIONS = {
     "plain": {},
-    "divided": {"native": {"fsdp": {"zero_redundancy_optimizer": True}}},
     "offloaded": {"offload": {"optimizer": "cpu"}},
     "pure": {"precision": {"compute": "bf16", "master": "bf16"}},
 }
 MECHANISMS = (
     ("fsdp", "no_shard", "plain"),
     ("fsdp", "full_shard", "pure"),
-    ("fsdp", "shard_optimizer", "divided"),
     ("deepspeed", "shard_grad_op", "plain"),
     ("deepspeed", "full_shard", "offloaded"),
 )

@@ -68,7 +68,6 @@ def _on_two(backend):
         yield "wide", {"sharding": strategy, "precision": "bf16", "optimizer": "adamw_8bit"}
     yield from _replicated()
     if backend == "fsdp":
-        yield "mlp", {"sharding": "shard_optimizer", "native": {"fsdp": {"zero_redundancy_optimizer": True}}}
         yield "mlp", {"optimizer": {"name": "sgd"}}
 
 

@@ -187,12 +187,12 @@ def rates_with_a_skipped_update(backend, strategy, given):
         return steps, round(engine.lr, 12)
 
 
-def momentum_cycles(backend, native):
+def momentum_cycles(backend):
     """OneCycleLR writes the momentum as well as the rate."""
     model = mlp()
     own = two_groups("SGD", model.parameters(), momentum=0.9)
     scheduler = OneCycleLR(own, max_lr=[0.1, 0.05], total_steps=10)
-    cfg = config(backend, "shard_optimizer", optimizer=None, native=native)
+    cfg = config(backend, "shard_optimizer", optimizer=None)
     with unishard.prepare(model, cfg, own, scheduler) as engine:
         return curve(train(engine, own_share(UPDATES)))
 
@@ -231,18 +231,11 @@ def test_a_scheduler_steps_once_for_each_real_update_on_any_number_of_ranks(worl
     assert values(play(scenarios, world)[rates_with_a_skipped_update, cell]) == [(rates, 0.5)] * world
 
 
-ZERO_REDUNDANCY = {"fsdp": {"zero_redundancy_optimizer": True}}
-
-
-def cycled(backend, whole):
-    return momentum_cycles(backend, ZERO_REDUNDANCY if whole else {})
-
-
-@pytest.mark.parametrize(("backend", "whole"), [("fsdp", False), ("fsdp", True), ("deepspeed", False)])
-def test_a_scheduler_may_write_more_than_the_rate(backend, whole):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_scheduler_may_write_more_than_the_rate(backend):
     wanted = values(play(((momentum_cycles_in_plain_torch, ()),), 1)[momentum_cycles_in_plain_torch, ()])[0]
-    cells = tuple((cycled, cell) for cell in (("fsdp", False), ("fsdp", True), ("deepspeed", False)))
-    for found in values(play(cells)[cycled, (backend, whole)]):
+    cells = tuple((momentum_cycles, (each,)) for each in BACKENDS)
+    for found in values(play(cells)[momentum_cycles, (backend,)]):
         assert_conforms(found, wanted, TOLERANCES["fp32"])
 
 
@@ -251,7 +244,6 @@ def test_a_scheduler_may_write_more_than_the_rate(backend, whole):
 
 def elsewhere(backend, where):
     settings = {
-        "zero redundancy": ("shard_optimizer", {"native": ZERO_REDUNDANCY}),
         "offload": ("full_shard", {"offload": "cpu"}),
         "offload below stage 3": ("shard_grad_op", {"offload": {"optimizer": "cpu"}}),
     }
@@ -272,7 +264,6 @@ def eager_in_plain_torch():
 
 
 ELSEWHERE = (
-    ("fsdp", "zero redundancy"),
     ("fsdp", "offload"),
     ("deepspeed", "offload"),
     ("fsdp", "offload below stage 3"),

@@ -179,10 +179,8 @@ class TorchOptimizerState:
         """As in `OptimizerState`."""
         self._optimizer.state.clear()
         for parameter, spec in specs.items():
-            group = self._groups.get(parameter)
-            if group is not None:  # ZeroRedundancyOptimizer distributes parameters over the ranks
-                like = self.stepped.get(parameter, parameter)
-                self._optimizer.state[parameter] = fresh_state(self._optimizer, group, like, spec)
+            like = self.stepped.get(parameter, parameter)
+            self._optimizer.state[parameter] = fresh_state(self._optimizer, self._groups[parameter], like, spec)
 
 
 def _like(example: Any, number: float) -> Any:

@@ -27,7 +27,7 @@ class ModelFacts:
     frozen_bytes: int
     """Bytes of the frozen parameters, each in its own dtype."""
     indivisible: int
-    """Elements by which a rank's shard may exceed an equal share: full rows and padding, or a full parameter."""
+    """Elements by which a rank's shard may exceed an equal share: full rows and padding."""
 
 
 def description_of(model: Any) -> dict[str, str]:
@@ -66,14 +66,13 @@ def facts_of(model: nn.Module, *, train: bool = True, forward_writes: bool = Tru
         raise ModelError(problem)
     parameters = list(model.parameters())
     trainable = [parameter for parameter in parameters if parameter.requires_grad and train]
-    # FSDP2 shards rows of dim 0, ZeRO pads flat shards by a few elements, ZeroRedundancyOptimizer does not split
-    # parameters.
+    # FSDP2 shards rows of dim 0, ZeRO pads flat shards by a few elements.
     rows = sum(max(64, parameter[0].numel() if parameter.dim() and len(parameter) else 1) for parameter in parameters)
     return ModelFacts(
         elements=sum(parameter.numel() for parameter in parameters),
         trainable=sum(parameter.numel() for parameter in trainable),
         frozen_bytes=sum(parameter.nbytes for parameter in parameters if not (parameter.requires_grad and train)),
-        indivisible=max([rows, *(parameter.numel() for parameter in trainable)]),
+        indivisible=rows,
     )
 
 

@@ -103,14 +103,8 @@ def share_blocks(adapter: EngineAdapter, names: Sequence[Sequence[str]]) -> None
     if not isinstance(optimizer, AdamW8bit):
         return
     named = dict(adapter.module.named_parameters())
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    # DeepSpeed's groups have other tensors; ZeroRedundancyOptimizer's on each rank some of the parameters.
-    own = held & {id(each) for each in named.values()}
     with torch.no_grad():
-        places = [
-            {name: _place(adapter.master_shard(named[name])) for name in members if not own or id(named[name]) in own}
-            for members in names
-        ]
+        places = [{name: _place(adapter.master_shard(named[name])) for name in members} for members in names]
     optimizer.share(places, stepped_by_name(adapter))
 
 

@@ -244,7 +244,7 @@ class CheckpointReader:
             if state or tensor_names.parameter_of(name) not in self._manifest.buffers:
                 kind = state[1] if state else "parameters"
                 squares[kind] = squares.get(kind, 0.0) + norm**2
-        # If full tensors are distributed between the ranks, each rank knows only its own.
+        # Moments of 8 bits are not among the shards.
         wanted = [(name, key) for name, needs in self._match.optimizer.items() for key in needs.tensors]
         unknown = {key for name, key in wanted if tensor_names.of_optimizer(name, key) not in held}
         return {kind: math.sqrt(square) for kind, square in squares.items() if kind not in unknown}

@@ -150,14 +150,6 @@ FEATURES = (
     _EDITED,
     replace(
         _EDITED,
-        name="edited_gradients_by_owners",
-        about="the same under ZeroRedundancyOptimizer",
-        sections={"native": {"fsdp": {"zero_redundancy_optimizer": True}}},
-        strategies=("shard_optimizer",),
-        precisions=("fp32",),
-    ),
-    replace(
-        _EDITED,
         name="edited_gradients_offloaded",
         about="the same with master weights and optimizer state in host memory",
         sections={"offload": {"optimizer": "cpu"}},
