@@ -154,7 +154,7 @@ def test_a_stale_lease_is_taken_over(why: str, tmp_path: Path) -> None:
     begin = time.monotonic()
     own(tmp_path, Engine())
     assert taken(tmp_path)
-    assert os.listdir(tmp_path) == [lease.FILE]
+    assert os.listdir(tmp_path) == [f"{lease.FILE}-1"]
     if why in ("its process is gone", "its number was given to another process", "released"):
         assert time.monotonic() - begin < 0.3, "at once"
 
@@ -266,15 +266,12 @@ def test_a_directory_that_vanished_is_owned_again(tmp_path: Path) -> None:
 
 
 def test_of_many_that_find_a_stale_lease_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads in place of processes, each with a token of its own; every kind of shared disk: with links and
-    without."""
+    """Threads in place of processes, each with a token of its own."""
     own_token = threading.local()
     monkeypatch.setattr(lease, "token", lambda: own_token.value)
-    for turn, links in enumerate((True, False) * 5):
+    for turn in range(10):
         root = tmp_path / str(turn)
         owned_by(root, pid=2**22 + 1)
-        if not links:
-            monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links here")))
 
         def take(number: int, root: Path = root) -> bool:
             own_token.value = f"{number:016x}"
@@ -286,16 +283,16 @@ def test_of_many_that_find_a_stale_lease_one_wins(tmp_path: Path, monkeypatch: p
 
         with ThreadPoolExecutor(6) as pool:
             assert sum(pool.map(take, range(1, 7))) == 1
-        assert os.listdir(root) == [lease.FILE]
+        assert os.listdir(root) == [f"{lease.FILE}-1"]
 
 
-def test_a_lease_that_was_taken_meanwhile_is_put_back(tmp_path: Path) -> None:
-    owned_by(tmp_path, pid=2**22 + 1, owner="c" * 16)
-    stale = lease.read(tmp_path)
-    (tmp_path / lease.FILE).unlink()
-    winner = owned_by(tmp_path, machine=ELSEWHERE).read_bytes()
-    lease._set_aside(tmp_path, stale)  # type: ignore[arg-type]
-    assert (tmp_path / lease.FILE).read_bytes() == winner
+def test_who_comes_late_takes_no_number_that_another_run_has_left_behind(tmp_path: Path, living: int) -> None:
+    """It has seen a stale lease; since then one run has come and gone, and another one has come."""
+    owned_by(tmp_path, pid=living, started=started(living)).rename(tmp_path / f"{lease.FILE}-2")
+    lease._create(tmp_path, "2b2b2b2b", 1)
+    assert os.listdir(tmp_path) == [f"{lease.FILE}-2"]
+    with pytest.raises(CheckpointError, match="run 1f3a9c2e"):
+        lease.acquire(tmp_path, "2b2b2b2b")
 
 
 def test_a_folder_that_cannot_be_written_is_read_all_the_same(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@
     <root>/.old-step-00000030-*      step 30, between the two renames that replace it by a new checkpoint of that step
     <root>/.trash-step-00000010-*    being deleted
     <root>/.latest-*                 the next `latest`, being written
-    <root>/.owner                    the run that saves here (`lease`); `.owner-*` while it is made or taken over
+    <root>/.owner, .owner-1 ...      the run that saves here (`lease`): the highest number counts
 
 Temporary names end with 16 digits of the process that made them and 16 of their own. A process may be killed between
 any two of these calls, and the machine may lose power: a complete checkpoint stays complete and is found. Only the

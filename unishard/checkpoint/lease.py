@@ -1,11 +1,9 @@
-"""The file that says which run owns a directory of checkpoints: `<root>/.owner`.
+"""The file that says which run owns a directory of checkpoints: `<root>/.owner`, its successor `.owner-1`, and so on.
 
-Needs no locks, which shared disks may lack.
-
-One line of JSON names the process of rank 0, the next one has a number that grows while it lives. It is made under
-another name and linked to its own, which fails if it is there already. A stale one is first renamed, and put back if it
-turns out to be another one meanwhile. Clocks of two machines are not compared: whether a process on another machine
-lives is seen by whether its number grows.
+Needs no locks, which shared disks may lack: the highest number owns the directory, and whoever takes over makes the
+next one in mode `xb`, which fails if it is there already. One line of JSON names the run and the process of rank 0, the
+next one has a number that grows while it lives. Clocks of two machines are not compared: whether a process on another
+machine lives is seen by whether its number grows.
 """
 
 from __future__ import annotations
@@ -14,9 +12,10 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from unishard.distributed.processes import is_running, machine, started
 from unishard.errors import CheckpointError
 
 FILE = ".owner"
+_NAME = re.compile(r"\.owner(?:-(\d{1,9}))?")
 BEAT = 5.0
 """Seconds between two beats of a living owner."""
 LIMIT = 60.0
@@ -65,6 +65,8 @@ class Lease:
     since: str = "unknown"
     file: int = 0
     """Number of the file: a copy of the directory has another one."""
+    number: int = 0
+    """Of the file's name."""
     beats: str = field(default="", compare=False)
     """The second line."""
 
@@ -86,25 +88,29 @@ class Lease:
         return bool(self.machine) and self.machine == machine()
 
 
+_SAID = tuple(field.name for field in fields(Lease) if field.name not in ("number", "beats"))
+"""What the first line has."""
+
+
 def read(root: Path) -> Lease | None:
     """Who owns a directory; None if nobody ever has."""
     path = root / FILE
     try:
+        files = _files(root)
+        if not files:
+            return None
+        number, path = files[-1]
         head, _, beats = read_bytes(path, _LONGEST).partition(b"\n")
-        there = _parsed(head, beats.decode("ascii", "replace"))
+        there = replace(_parsed(head, beats.decode("ascii", "replace")), number=number)
         copied = there.file != path.stat().st_ino
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError):  # a successor may have deleted it
         return None
     except OSError as error:
         raise CheckpointError(
             f"{path}: cannot be read ({error.strerror or error}); delete it if no run saves here"
         ) from error
     # Of a copy the process says nothing; a file system may also number its files anew.
-    return (
-        Lease(there.owner, there.run, there.host, since=there.since, pid=there.pid, beats=there.beats)
-        if copied
-        else there
-    )
+    return replace(there, machine="") if copied else there
 
 
 def acquire(root: Path, run: str, gone: str | None = None) -> None:
@@ -123,10 +129,8 @@ def acquire(root: Path, run: str, gone: str | None = None) -> None:
         OSError: The file cannot be written.
     """
     while (there := read(root)) is None or there.owner != token():
-        if there is None:
-            _create(root, run)
-        elif there.is_gone or there.owner == gone or _has_ended(root, there):
-            _set_aside(root, there)
+        if there is None or there.is_gone or there.owner == gone or _has_ended(root, there):
+            _create(root, run, 0 if there is None else there.number + 1)
         elif (now := read(root)) is not None and now.owner == there.owner:
             raise CheckpointError(
                 f"{root}: {there} saves here and is still alive, and two runs would delete each other's checkpoints; "
@@ -152,12 +156,12 @@ def release(root: Path) -> None:
 def _note(root: Path, text: str) -> bool:
     """Replace the second line, in the file whose first line was read: never in that of another owner."""
     try:
-        with (root / FILE).open("r+b") as file:
+        with _files(root)[-1][1].open("r+b") as file:
             head = file.readline(_LONGEST)
             if _parsed(head, "").owner != token():
                 return False
             os.pwrite(file.fileno(), f"{text:{_DIGITS}}\n".encode(), len(head))
-    except OSError:  # the next beat tries again
+    except (OSError, IndexError):  # the next beat tries again
         return True
     return True
 
@@ -179,59 +183,31 @@ def _has_ended(root: Path, there: Lease) -> bool:
     return not there.is_living
 
 
-def _create(root: Path, run: str) -> None:
-    """Make the file, unless there is one: `read` says whose it is."""
-    draft = root / f"{FILE}-{token()}{uuid4().hex[:16]}"
-    with draft.open("xb") as file:
-        now, pid = datetime.now(UTC).isoformat(timespec="seconds"), os.getpid()
-        here = Lease(
-            token(), run, socket.gethostname(), machine(), pid, started(pid), now, os.fstat(file.fileno()).st_ino
-        )
-        file.write(_line(asdict(here)) + f"{0:0{_DIGITS}}\n".encode())
+def _create(root: Path, run: str, number: int) -> None:
+    """Make the file of this number, unless there is one: `read` says whose it is."""
+    now, pid = datetime.now(UTC).isoformat(timespec="seconds"), os.getpid()
+    here = Lease(token(), run, socket.gethostname(), machine(), pid, started(pid), now)
+    with contextlib.suppress(FileExistsError), (root / f"{FILE}{f'-{number}' if number else ''}").open("xb") as file:
+        record = {name: getattr(here, name) for name in _SAID} | {"file": os.fstat(file.fileno()).st_ino}
+        file.write(f"{json.dumps(record)}\n{0:0{_DIGITS}}\n".encode())
         file.flush()
         os.fsync(file.fileno())
-    try:
-        _link(draft, root / FILE)
-    finally:
-        draft.unlink(missing_ok=True)
+    for _, path in _files(root)[:-1]:
+        path.unlink(missing_ok=True)
     fsync(root)
 
 
-def _link(source: Path, target: Path) -> None:
-    """Give a file the name `target`, unless there is one already."""
-    with contextlib.suppress(
-        FileExistsError, FileNotFoundError
-    ):  # another run was faster; or it owns this directory, and has cleaned up
-        try:
-            os.link(source, target)
-        except FileExistsError:
-            return
-        except OSError:  # a file system without links
-            head, _, beats = source.read_bytes().partition(b"\n")
-            with target.open("xb") as file:
-                file.write(_line(asdict(_parsed(head, "")) | {"file": os.fstat(file.fileno()).st_ino}) + beats)
-
-
-def _set_aside(root: Path, stale: Lease) -> None:
-    """Remove a stale lease, but not that of another run that has taken it over meanwhile."""
-    aside = root / f"{FILE}-{token()}{uuid4().hex[:16]}"
-    with contextlib.suppress(FileNotFoundError):
-        (root / FILE).rename(aside)
-        taken = _parsed(aside.read_bytes().partition(b"\n")[0], "")
-        if taken.owner != stale.owner:
-            _link(aside, root / FILE)
-        aside.unlink()
-
-
-def _line(record: dict[str, object]) -> bytes:
-    return json.dumps({name: value for name, value in record.items() if name != "beats"}).encode() + b"\n"
+def _files(root: Path) -> list[tuple[int, Path]]:
+    """The leases in a directory by their numbers; the last one counts."""
+    found = [(entry, _NAME.fullmatch(entry)) for entry in os.listdir(root)]
+    return sorted((int(match[1] or 0), root / entry) for entry, match in found if match is not None)
 
 
 def _parsed(head: bytes, beats: str) -> Lease:
     """A lease from its first line; a lease without an owner if that line is something else."""
     try:
         record = json.loads(head)
-        values = {field.name: record[field.name] for field in fields(Lease) if field.name != "beats"}
+        values = {name: record[name] for name in _SAID}
     except (ValueError, KeyError, TypeError, RecursionError):
         return Lease(beats=head.hex() + beats)
     if any(type(value) is not (int if name in ("pid", "file") else str) for name, value in values.items()):
