@@ -28,7 +28,7 @@ from functools import cached_property
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Bytes, Collective, Footprint, Piece
+from unishard.contract.footprint import Bytes, Collective, Footprint, Piece, Working
 from unishard.contract.model_shape import ModelShape
 from unishard_deepspeed import fields
 from unishard_deepspeed.stage3_footprint import Stage3
@@ -57,6 +57,7 @@ class _Stage0(StageFootprint):
         gradients = self.numel * self.accumulate
         wide = self.numel * self.master if self.accumulate != self.master else 0
         bucket = min(self.numel, 500_000_000) * self.reduce
+        earlier, (*units, root) = gradients if self.micro > 1 else 0, self.whole_gradients(sum)
         traffic = Collective("all_reduce", "gradients", "step", self.numel * self.reduce, self.world)
         return Footprint(
             parameters=Bytes(
@@ -68,9 +69,8 @@ class _Stage0(StageFootprint):
             kept_gradients=Bytes(),
             buffers=Bytes(self.model_buffers()),
             gathered=bucket,
-            forward=self.everywhere(gradients if self.micro > 1 else 0),
-            backward=tuple(self.done(self.accumulate)),
-            keeps_whole=True,
+            forward=Working(begin=earlier, end=earlier),
+            backward=Working(root, (0,) * len(units), tuple(units), earlier, gradients),
             final=gradients,
             step=gradients + max(wide, bucket),
             traffic=(traffic,) * (self.world > 1),
@@ -131,11 +131,8 @@ class _Stage12(StageFootprint):
         # The first gradient allocates the bucket, or both with overlap_comm; the root's loss is computed before.
         bucket = elements * max(map(self.element, self.trainable), default=0) * (2 if self.zero["overlap_comm"] else 1)
         cast = elements * (self.reduce + self.compute) if self.reduce != self.compute else 0
-        done = (
-            list(self.done(self.accumulate if wide else self.compute))
-            if late
-            else [0 if self.micro == 1 else held] * len(self.shape.by_unit)
-        )
+        earlier = 0 if self.micro == 1 else whole if late else held
+        *units, root = self.whole_gradients(sum if late else max)
         return Footprint(
             parameters=Bytes(self.flat + self.whole_frozen()),
             masters=self.place(part * self.master),
@@ -144,9 +141,8 @@ class _Stage12(StageFootprint):
             kept_gradients=kept,
             buffers=Bytes(self.model_buffers() + scratch, host),
             gathered=bucket + cast,
-            forward=self.everywhere((whole if late else held) if self.micro > 1 else 0),
-            backward=(*(size + bucket for size in done[:-1]), done[-1]),
-            keeps_whole=late,
+            forward=Working(begin=earlier, end=earlier),
+            backward=Working(root, (bucket,) * len(units), tuple(units), earlier, whole if late else earlier),
             final=bucket + cast + (whole if late else held),
             step=(0 if self.offloads else held + (part * self.master if self.accumulate != self.master else 0)),
             traffic=(*self._traffic(), *self.exchanged()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cached_property
 
-from unishard.contract.footprint import Bytes, Collective, Footprint, Piece
+from unishard.contract.footprint import Bytes, Collective, Footprint, Piece, Working
 from unishard.contract.model_shape import ParameterShape
 from unishard_deepspeed import fields
 from unishard_deepspeed.second_copy import group_of
@@ -38,6 +38,9 @@ class Stage3(StageFootprint):
         late = sum(each.numel for each in self.shape.replicated if each.trainable) * self.compute
         offloads_parameters = self.cfg.offload.params != "none"
         gradients = self.place(kept + (masters if self.offloads else 0))
+        (*units, root), kept_whole = self._gathered(), self._kept()
+        stays = 0 if self._releases else kept_whole
+        *made, _ = self.whole_gradients(sum)
         copies = 0 if offloads_parameters else sum(map(self._copy, self.trainable))
         return Footprint(
             parameters=Bytes(whole, held) if offloads_parameters else Bytes(held + whole),
@@ -46,12 +49,9 @@ class Stage3(StageFootprint):
             gradients=gradients,
             kept_gradients=gradients,
             buffers=Bytes(self.model_buffers() + bucket),
-            gathered=max(self._gathered()),
-            forward=tuple(map(sum, zip(self._gathered(), self._saved(), self._copied(copies), strict=True))),
-            backward=tuple(
-                size + copies + late
-                for size in map(sum, zip(self._gathered(backward=True), self._saved(backward=True), strict=True))
-            ),
+            gathered=max((root, *units)),
+            forward=Working(root, tuple(units), (), copies if self.micro > 1 else 0, kept_whole + copies),
+            backward=Working(root, tuple(units), tuple(made), kept_whole + copies, stays + copies + late),
             final=2 * bucket + max(self._sizes(self._full)[-1:]) + copies + late,
             step=(0 if self.offloads else masters) + copies,
             traffic=(*self._traffic(), *self.exchanged()),
@@ -78,49 +78,33 @@ class Stage3(StageFootprint):
         """Bytes of this rank's shard of the second copy."""
         return self._full(parameter) // self.group if self.group else 0
 
-    def _copied(self, copies: int) -> Iterator[int]:
-        """Second copies of trainable parameters while each unit computes in forward: in the first micro-batch those of
-        the units before.
+    @property
+    def _releases(self) -> bool:
+        return self.cfg.sharding.reshard_after_forward is not False
 
-        Args:
-            copies: Bytes of all of them on the device.
-        """
-        sizes = self._sizes(lambda parameter: self._copy(parameter) if parameter.trainable and copies else 0)
-        for index in range(len(sizes)):
-            yield copies if self.micro > 1 else sum(sizes[:index]) + sizes[-1]
-
-    def _saved(self, *, backward: bool = False) -> Iterator[int]:
-        """Gathered parameters of the forward that autograd keeps for the backward of linear layers, after DeepSpeed has
-        released them.
-
-        It saves views of them unless the layer is recomputed, and DeepSpeed 0.19.8 gives a released parameter other
-        storage instead of freeing this one (runtime/zero/partition_parameters.py, free_param). DeepSpeed's own linear
-        (memory_efficient_linear, off in unishard) saves none. The first unit has the embedding, whose backward needs
-        none.
-        """
-        full = self._sizes(self._full)
-        releases = self.cfg.sharding.reshard_after_forward is not False
-        keeps = self.cfg.activation_checkpointing == self.cfg.offload.activations == "none"
-        saves = releases and keeps and not self.zero.get("memory_efficient_linear")
-        for index in range(len(full)):
-            yield sum(full[1 : index + backward]) if saves else 0
-
-    def _gathered(self, *, backward: bool = False) -> Iterator[int]:
-        """Gathered parameters while each unit computes, with what is gathered ahead, and in backward its whole
-        gradients.
+    def _gathered(self) -> list[int]:
+        """Gathered parameters while each unit computes, and last the root, with what is gathered ahead; without what
+        stays.
         """
         full = self._sizes(self._full)
         limit = int(self.zero["stage3_prefetch_bucket_size"])
-        largest = max(self._sizes(lambda parameter: 0 if parameter.replicated else parameter.numel))
-        ahead = (largest if limit == fields.UNLIMITED else limit) * self.compute
-        grads = self._sizes(
-            lambda parameter: parameter.numel * self.compute if parameter.trainable and not parameter.replicated else 0
-        )
-        for index, size in enumerate(full):
-            gathered = size + min(ahead, sum(full) - size)
-            if not self.cfg.sharding.reshard_after_forward:
-                gathered = sum(full) if backward else sum(full[: index + 1])
-            yield gathered + (grads[index] if backward and index + 1 < len(full) else 0)
+        numels = self._sizes(lambda parameter: 0 if parameter.replicated else parameter.numel)
+        ahead = (max(numels) if limit == fields.UNLIMITED else limit) * self.compute
+        return [size + min(ahead, sum(full) - size) if self._releases else 0 for size in full]
+
+    def _kept(self) -> int:
+        """Gathered parameters of the forward that stay for the backward.
+
+        Where nothing is released, all. Else those of linear layers, of which autograd saves views unless the layer is
+        recomputed: DeepSpeed 0.19.8 gives a released parameter other storage instead of freeing this one
+        (runtime/zero/partition_parameters.py, free_param). DeepSpeed's own linear (memory_efficient_linear, off in
+        unishard) saves none. The first unit has the embedding, whose backward needs none.
+        """
+        full = self._sizes(self._full)
+        if not self._releases:
+            return sum(full)
+        recomputes = not self.cfg.activation_checkpointing == self.cfg.offload.activations == "none"
+        return 0 if recomputes or self.zero.get("memory_efficient_linear") else sum(full[1:])
 
     def _traffic(self) -> Iterator[Collective]:
         if self.ranks > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 from unishard.config import Config
@@ -100,10 +100,6 @@ class StageFootprint(ABC):
         )
         return sum(buffer.numel * size for buffer, size in zip(self.shape.buffers, sizes, strict=True))
 
-    def everywhere(self, size: int) -> tuple[int, ...]:
-        """The same bytes beside each unit and the root."""
-        return (size,) * len(self.shape.by_unit)
-
     def place(self, size: int) -> Bytes:
         """Where what belongs to the optimizer is kept."""
         return Bytes(host=size) if self.offloads else Bytes(size)
@@ -112,17 +108,16 @@ class StageFootprint(ABC):
     def footprint(self) -> Footprint:
         """All of it."""
 
-    def done(self, size: int) -> Iterator[int]:
-        """Whole gradients of the units behind each unit, and of the root, which is the first in backward.
+    def whole_gradients(self, of_unit: Callable[[list[int]], int]) -> list[int]:
+        """Bytes of the whole gradients of each unit, and last of the root, in the dtype of compute.
 
         Args:
-            size: Bytes of an element.
+            of_unit: How many of a unit there are at once: `sum` or `max`.
         """
-        sizes = [
-            sum(parameter.numel for parameter in unit if parameter.trainable) * size for unit in self.shape.by_unit
+        trained = [
+            [each.numel for each in unit if each.trainable and not each.replicated] for unit in self.shape.by_unit
         ]
-        for index in range(len(sizes)):
-            yield sum(sizes) if self.micro > 1 else sum(sizes[index + 1 :]) if index + 1 < len(sizes) else 0
+        return [of_unit([*numels, 0]) * self.compute for numels in trained]
 
     def between_groups(self, numel: int, dtype: int) -> Iterator[Collective]:
         """The average over groups that each hold a copy, once a step."""

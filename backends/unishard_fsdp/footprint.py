@@ -27,7 +27,7 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Bytes, Collective, Footprint, Piece, exchanged, optimizer_state
+from unishard.contract.footprint import Bytes, Collective, Footprint, Piece, Working, exchanged, optimizer_state
 from unishard.contract.kit.parameter_groups import matrices_of
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
 from unishard_fsdp.parameter_size import own_size
@@ -113,7 +113,7 @@ class _Sharded:
             for each, held in zip(shape.trainable, own, strict=True)
         ]
         state = optimizer_state(cfg, zip(own, are, strict=True), pieces)
-        computing, reducing, final = self._moments(0 if offloads else master)
+        forward, backward, final = self._working(0 if offloads else gradients)
         return Footprint(
             parameters=place(parameters),
             masters=Bytes(host=sum(own) * master) if on_host else Bytes(),
@@ -123,11 +123,9 @@ class _Sharded:
             buffers=Bytes(
                 _buffers(shape, cfg) + self._post_forward(sum(self._sizes(self._full)[: self._without_backward()]))
             ),
-            gathered=max(map(max, self._gathered())) + max(self._sizes(self._reduced)),
-            forward=tuple(self._gathered()[0]),
-            backward=tuple(computing),
-            keeps_whole=True,
-            reduction=tuple(reducing),
+            gathered=max((forward.root, *forward.units)) + max(self._sizes(self._reduced)),
+            forward=forward,
+            backward=backward,
             final=final,
             step=0 if offloads else gradients,
             traffic=(
@@ -153,27 +151,8 @@ class _Sharded:
         """Bytes of a parameter in the input of the reduce-scatter."""
         return parameter.rows(self._ranks) * self._ranks * self._reduce if parameter.trainable else 0
 
-    def _gathered(self) -> tuple[list[int], list[int]]:
-        """Bytes of gathered parameters while each unit and the root compute: in forward, and in backward."""
-        full = self._sizes(self._full)
-        units, root = full[:-1], full[-1]
-        keeps = self._native["data_parallel"] == "replicate" or not self._native["reshard_after_forward"]
-        if keeps:
-            before = [sum(units[: index + 1]) + root for index in range(len(units))]
-            freed = self._cfg.training.gradient_accumulation_steps == 1  # else only the last micro-batch reshards
-            return [*before, sum(full)], [*(before if freed else [sum(full)] * len(units)), sum(full)]
-        needed = self._in_backward(full)[:-1]
-        last = units[-1:] if self._native["keep_last_unit"] else []
-        resharded = units[: len(units) - len(last)]
-        first = self._without_backward()  # what these keep is persistent
-        kept = [self._post_forward(sum(resharded[first:index])) for index in range(len(units) + 1)]
-        forward = [root + size + kept[index] + self._ahead(units[index + 1 :]) for index, size in enumerate(units)]
-        backward = [root + size + kept[index] + self._ahead(needed[:index][::-1]) for index, size in enumerate(needed)]
-        at_loss = root + kept[-1] + max(sum(last), self._ahead(needed[::-1]))
-        return [*forward, max(at_loss, root + self._ahead(units))], [*backward, at_loss]
-
     def _in_backward(self, sizes: Sequence[int]) -> list[int]:
-        """Of what is gathered of each unit and the root, what backward gathers again."""
+        """Of what is gathered of each unit, what backward gathers again."""
         skipped = frozenset() if self._native.get("unshard_embeddings_in_backward", True) else self._shape.embeddings
         return [0 if index in skipped else size for index, size in enumerate(sizes)]
 
@@ -211,33 +190,36 @@ class _Sharded:
         """Bytes of a whole gradient before it is reduced."""
         return self._full(parameter) if parameter.trainable else 0
 
-    def _moments(self, grad: int) -> tuple[list[int], list[int], int]:
-        """Bytes while each unit computes in backward, while it is reduced, and while the root is reduced, which comes
-        last.
+    def _working(self, gradients: int) -> tuple[Working, Working, int]:
+        """What forward, backward and the end of backward take.
 
-        The root's whole gradients stay until then, and the input of each reduce-scatter until that of the next.
+        The root is gathered throughout, and its whole gradients stay to the end. The input of a reduce-scatter stays
+        until that of the next.
 
         Args:
-            grad: Bytes of an element of the gradients' shards on the device.
+            gradients: Bytes of the gradients' shards on the device.
         """
-        gathered, full = self._gathered()[1], self._sizes(self._full)
-        wholes, inputs = self._sizes(self._whole), self._sizes(self._reduced)
-        shards = self._sizes(lambda parameter: parameter.rows(self._ranks) * grad if parameter.trainable else 0)
-        count, accumulates = len(wholes) - 1, self._cfg.training.gradient_accumulation_steps > 1
-        needed = self._in_backward(full)
-        computing, reducing = [], []
-        for index in range(count):
-            done = sum(shards[index + 1 : count])
-            if accumulates and self._waits:
-                done += sum(inputs[: index + 1])  # unreduced gradients of earlier micro-batches
-            elif accumulates:
-                done = sum(shards)
-            before = inputs[index + 1] if index + 1 < count else 0
-            computing.append(gathered[index] + wholes[-1] + before + done)
-            reducing.append(gathered[index] - needed[index] + wholes[-1] + wholes[index] + inputs[index] + done)
-        waiting = sum(inputs) if accumulates and self._waits else sum(shards) if accumulates else 0
-        final = wholes[-1] + inputs[-1] + (inputs[0] if count else 0) + sum(shards)
-        return [*computing, gathered[-1] + waiting], [*reducing, 0], final
+        (*units, root), (*wholes, whole), (*inputs, input_) = map(self._sizes, (self._full, self._whole, self._reduced))
+        micro = self._cfg.training.gradient_accumulation_steps
+        earlier = 0 if micro == 1 else sum(inputs) + input_ if self._waits else gradients
+        before = [whole + size for size in (*inputs[1:], 0)]
+        if self._native["data_parallel"] == "replicate" or not self._native["reshard_after_forward"]:
+            kept = 0 if micro == 1 else sum(units)  # only the last micro-batch reshards
+            forward = Working(root, (root,) * len(units), (), kept + earlier, sum(units) + earlier)
+            held = tuple(root + size for size in before)
+            backward = Working(root + whole, held, tuple(wholes), sum(units) + earlier, kept + gradients)
+        else:
+            needed, last = self._in_backward(units), units[-1] if units and self._native["keep_last_unit"] else 0
+            kept = self._post_forward(
+                sum(units[self._without_backward() :]) - last
+            )  # those of the first are persistent
+            ahead = [self._ahead(units[index:]) for index in range(len(units) + 1)]
+            held = tuple(root + size + next_ for size, next_ in zip(units, ahead[1:], strict=True))
+            forward = Working(root + ahead[0], held, (), earlier, earlier + kept)
+            ahead = [self._ahead(needed[:index][::-1]) for index in range(len(units) + 1)]
+            held = tuple(root + sum(sizes) for sizes in zip(needed, ahead, before, strict=False))
+            backward = Working(root + whole + max(last, ahead[-1]), held, tuple(wholes), earlier + kept, gradients)
+        return forward, backward, whole + input_ + max(inputs[:1], default=0) + gradients
 
     def _traffic(self) -> Iterator[Collective]:
         cfg, native, ranks = self._cfg, self._native, self._ranks
@@ -284,8 +266,8 @@ def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> 
         gradients=Bytes(gradients),
         kept_gradients=Bytes(gradients),
         buffers=Bytes(_buffers(shape, cfg)),
-        forward=(beside,) * len(shape.by_unit),
-        backward=(beside,) * len(shape.by_unit),
+        forward=Working(begin=beside, end=beside),
+        backward=Working(begin=beside, end=beside),
         traffic=tuple(traffic) if topology.world_size > 1 else (),
         reserved=RESERVED,
     )

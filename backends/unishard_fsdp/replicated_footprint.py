@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from unishard.config import Config
@@ -47,17 +46,12 @@ def beside(sharded: Footprint, shape: ModelShape, cfg: Config, topology: Topolog
         optimizer=sharded.optimizer + (Bytes(host=state) if on_host else Bytes(state)),
         gradients=sharded.gradients + Bytes(numel * master),
         gathered=sharded.gathered + averaged,
-        forward=_more(sharded.forward, earlier),
-        backward=_more(sharded.backward, added),
-        reduction=_more(sharded.reduction, added),
+        forward=sharded.forward.plus(earlier, earlier),
+        backward=sharded.backward.plus(earlier, added),
         final=sharded.final + added + averaged,
         step=sharded.step + numel * master,
         traffic=(*sharded.traffic, *[traffic] * (topology.world_size > 1 and bool(trained))),
     )
-
-
-def _more(sizes: Sequence[int], size: int) -> tuple[int, ...]:
-    return tuple(each + size for each in sizes)
 
 
 def _is_cast(parameter: ParameterShape, cfg: Config) -> bool:

@@ -257,9 +257,9 @@ def ratios_of(cells, world):
 
 
 @pytest.mark.parametrize("world", PEAKS)
-def test_the_planned_peak_is_within_5_percent_of_what_is_allocated(world, deep):
+def test_the_planned_peak_is_within_10_percent_of_what_is_allocated(world, deep):
     ratios = ratios_of((PEAKS if deep else IN_TURNS)[world], world)
-    assert {cell: ratio for cell, ratio in ratios.items() if not 0.95 < ratio < 1.05} == {}
+    assert {cell: ratio for cell, ratio in ratios.items() if not 0.9 < ratio < 1.1} == {}
 
 
 def test_peaks_in_turns_have_every_strategy_engine_precision_and_recomputation():

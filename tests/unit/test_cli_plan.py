@@ -184,13 +184,13 @@ def test_a_stretch_that_only_one_trace_has_is_covered_by_the_next_module() -> No
     def traced(*segments: Segment) -> Activations:
         return Activations(1, 8, "none", segments)
 
-    one = traced(Segment("forward", "a", 0, 10, 11, 5), Segment("backward", "a", 0, 12, 13, 6))
+    one = traced(Segment("forward", "a", 0, 10, 5), Segment("backward", "a", 0, 12, 6))
     two = traced(
-        Segment("forward", "a", 0, 20, 21, 7),
-        Segment("backward", "", -1, 90, 91, 8),
-        Segment("backward", "a", 0, 30, 31, 9),
+        Segment("forward", "a", 0, 20, 7),
+        Segment("backward", "", -1, 90, 8),
+        Segment("backward", "a", 0, 30, 9),
     )
-    sums = [("forward", "a", 0, 30, 32, 12), ("backward", "", -1, 102, 104, 14), ("backward", "a", 0, 42, 44, 15)]
+    sums = [("forward", "a", 0, 30, 12), ("backward", "", -1, 102, 14), ("backward", "a", 0, 42, 15)]
     assert list(one.map(sum, two).segments) == list(two.map(sum, one).segments) == sums
 
 

@@ -55,7 +55,7 @@ def activations(shape: ModelShape, micro_batch_size: int = 1, seq_len: int = 409
     """As many bytes for each block and token."""
     units = list(enumerate(shape.units))
     size = micro_batch_size * seq_len * each // 4096
-    forward = [Segment("forward", name, index, *[size * (index + 1)] * 3) for index, name in units]
+    forward = [Segment("forward", name, index, *[size * (index + 1)] * 2) for index, name in units]
     backward = [segment._replace(phase="backward") for segment in reversed(forward)]
     return Activations(micro_batch_size, seq_len, "none", (*forward, *backward))
 
@@ -130,7 +130,7 @@ def test_fields_of_another_strategy_are_reset() -> None:
 
 def test_a_peak_names_its_phase_and_module() -> None:
     shape = llama(4, 64, 96, 16, 97)
-    segments = (*activations(shape, each=1).segments, Segment("backward", "model.layers.2", 3, GIB, GIB, GIB))
+    segments = (*activations(shape, each=1).segments, Segment("backward", "model.layers.2", 3, GIB, GIB))
     own = candidates_of(
         config(),
         shape,

@@ -64,6 +64,43 @@ class Collective(NamedTuple):
         return self.sent() // beside if self.ranks > beside else 0
 
 
+class Working(NamedTuple):
+    """Device bytes beyond the persistent ones in forward or backward, activations excluded. What comes and goes with
+    the units that are done does so evenly.
+    """
+
+    root: int = 0
+    """While the root computes."""
+    units: tuple[int, ...] = ()
+    """While each unit computes; as while the root does where there are none."""
+    made: tuple[int, ...] = ()
+    """Whole gradients of each unit once its activations are gone."""
+    begin: int = 0
+    """What else there is as the phase begins."""
+    end: int = 0
+    """The same as it ends, such as gradients of the units that are done."""
+
+    def at(self, unit: int, share: float) -> tuple[int, int]:
+        """Those while a unit computes, or the root (-1), when this share of the phase is over; and once the activations
+        of the unit are gone.
+        """
+        beside = self.units[unit] if unit >= 0 and self.units else self.root
+        beside += int(self.begin + share * (self.end - self.begin))
+        return beside, beside + (self.made[unit] if unit >= 0 and self.made else 0)
+
+    @property
+    def most(self) -> int:
+        """No more than these."""
+        return max(self.root, max(self.units, default=0) + max(self.made, default=0)) + max(self.begin, self.end)
+
+    def plus(self, begin: int, end: int) -> Self:
+        """With more from its begin to its end."""
+        return self._replace(begin=self.begin + begin, end=self.end + end)
+
+
+_NOTHING = Working()
+
+
 @dataclass(frozen=True)
 class Footprint:
     """What one rank holds and sends in an optimizer step.
@@ -86,20 +123,14 @@ class Footprint:
     gathered: int = 0
     """The most device bytes that gathered parameters and the buffers of collectives take at once, kept ones
     excluded."""
-    forward: tuple[int, ...] = ()
-    """Device bytes beyond the persistent ones while a unit computes in forward, activations excluded: for each unit,
-    and last the root."""
-    backward: tuple[int, ...] = ()
-    """The same in the last backward of a step, gradients of units that are done included."""
-    keeps_whole: bool = False
-    """Whether the whole gradients of a unit stay until its backward ends."""
-    reduction: tuple[int, ...] = ()
-    """Device bytes beyond the persistent ones while the gradients of each unit are reduced at the end of its
-    backward."""
+    forward: Working = _NOTHING
+    """In the last micro-batch of a step."""
+    backward: Working = _NOTHING
+    """Likewise."""
     final: int = 0
-    """The same when all activations are gone, at the end of the last backward."""
+    """Device bytes beyond the persistent ones when all activations are gone, at the end of the last backward."""
     step: int = 0
-    """Device bytes beyond the persistent ones in the step; gradients included."""
+    """The same in the step; gradients included."""
     traffic: tuple[Collective, ...] = ()
     reserved: tuple[float, float] = (1.0, 1.0)
     """By what the allocator multiplies the peak: from, to."""

@@ -116,7 +116,7 @@ class ExpectedMemory(Observer):
 
 
 def _most(footprint: Footprint) -> int:
-    return footprint.persistent.device + max([footprint.step, *footprint.forward, *footprint.backward])
+    return footprint.persistent.device + max(footprint.step, footprint.forward.most, footprint.backward.most)
 
 
 def _gib(size: int) -> str:

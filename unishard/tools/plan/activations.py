@@ -16,10 +16,7 @@ class Segment(NamedTuple):
     unit: int
     """Index of the unit in the model's shape; -1 for what belongs to the root."""
     nbytes: int
-    """The most bytes of activations alive in it, also those that earlier modules keep for backward, with the gradient
-    in the making."""
-    whole: int
-    """The same with all gradients of parameters that it has made so far."""
+    """The most bytes of activations alive in it, also those that earlier modules keep for backward."""
     end: int
     """Bytes of activations at its end."""
 
@@ -52,7 +49,7 @@ class Activations:
             if segment.phase == "backward" and segment.unit in kept:
                 before = before[: before.index(segment.unit)]
             away = sum(kept[unit] for unit in before[:-1])
-            sizes = (max(size - away, 0) for size in (segment.nbytes, segment.whole, segment.end))
+            sizes = (max(size - away, 0) for size in (segment.nbytes, segment.end))
             segments.append(Segment(segment.phase, segment.module, segment.unit, *sizes))
             if segment.phase == "forward" and segment.unit >= 0:
                 kept[segment.unit] = kept.get(segment.unit, 0) + max(segment.end - end, 0)
@@ -72,7 +69,7 @@ class Activations:
         for place in sorted(set().union(*traces)):
             same = [trace.get(place) or _covering(trace, place) for trace in traces]
             named = next(trace[place] for trace in traces if place in trace)
-            sizes_of = zip(*((segment.nbytes, segment.whole, segment.end) for segment in same), strict=True)
+            sizes_of = zip(*((segment.nbytes, segment.end) for segment in same), strict=True)
             segments.append(Segment(named.phase, named.module, named.unit, *map(measure, sizes_of)))
         sizes = {"micro_batch_size": self.micro_batch_size, "seq_len": self.seq_len} | changes
         return type(self)(sizes["micro_batch_size"], sizes["seq_len"], self.recomputation, tuple(segments))

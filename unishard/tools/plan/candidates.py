@@ -14,7 +14,7 @@ from unishard.contract.model_shape import ModelShape
 from unishard.contract.rules import Fit
 from unishard.contract.translate import translate
 from unishard.errors import BackendError, ConfigError
-from unishard.tools.plan.activations import Activations
+from unishard.tools.plan.activations import Activations, Segment
 from unishard.tools.plan.devices import Device
 
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_shard")
@@ -189,27 +189,22 @@ def peak_of(footprint: Footprint, shape: ModelShape, activations: Activations | 
         activations: Of a micro-batch, if they are known.
     """
     base = footprint.persistent.device
-    beside = {"forward": footprint.forward, "backward": footprint.backward}
     most = activations.peak if activations else 0
     moments = [(Peak(base + footprint.step, "step", ""), most), (Peak(base + footprint.final, "backward", ""), most)]
-    if activations is None:
-        for phase, sizes in beside.items():
-            moments += [
-                (Peak(base + size, phase, name), 0) for size, name in zip(sizes, (*shape.units, ""), strict=True)
-            ]
-    else:
-        for segment in activations.segments:
-            alive = segment.whole if footprint.keeps_whole and segment.phase == "backward" else segment.nbytes
-            moments.append(
-                (
-                    Peak(base + beside[segment.phase][segment.unit] + alive, segment.phase, segment.module),
-                    segment.nbytes,
-                )
-            )
-            if footprint.reduction and segment.phase == "backward" and segment.unit >= 0:
-                size = base + footprint.reduction[segment.unit] + segment.end
-                moments.append((Peak(size, segment.phase, segment.module), segment.end))
+    every = activations.segments if activations else _empty(shape)
+    for phase, working in (("forward", footprint.forward), ("backward", footprint.backward)):
+        segments = [segment for segment in every if segment.phase == phase]
+        for number, segment in enumerate(segments):
+            beside = working.at(segment.unit, number / len(segments))
+            for size, alive in zip(beside, (segment.nbytes, segment.end), strict=True):
+                moments.append((Peak(base + size + alive, phase, segment.module), alive))
     return max(moments, key=lambda moment: moment[0].nbytes)
+
+
+def _empty(shape: ModelShape) -> list[Segment]:
+    """A micro-batch without activations."""
+    forward = [Segment("forward", name, unit, 0, 0) for unit, name in (*enumerate(shape.units), (-1, ""))]
+    return [*forward, *(segment._replace(phase="backward") for segment in reversed(forward))]
 
 
 def wire_of(footprint: Footprint, topology: Topology, device: Device) -> Wire:

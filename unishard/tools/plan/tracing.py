@@ -75,24 +75,16 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 2.13
 
     def segments(self) -> Iterator[Segment]:
         """The peaks of each place; a place that is entered again is another segment."""
-        count = len(self.places)
-        peaks, wholes, ends = [0] * count, [0] * count, [0] * count
-        live = made = at = gradient_bytes = 0
+        peaks, ends = [0] * len(self.places), [0] * len(self.places)
+        live = at = 0
         for number, size, place in self.events:
             while at < place:
                 at += 1
-                gradient_bytes = 0
-                peaks[at] = wholes[at] = ends[at] = live
-            if number in self.excluded:
-                made += size
-                gradient_bytes += max(0, -size)  # what the optimizer would keep
-            else:
-                live += size
-            peaks[at] = max(peaks[at], live + made)
-            wholes[at] = max(wholes[at], live + made + gradient_bytes)
-            ends[at] = live
-        for (phase, module, unit), *sizes in zip(self.places, peaks, wholes, ends, strict=True):
-            yield Segment("forward" if phase == "forward" else "backward", module, unit, *sizes)
+                peaks[at] = ends[at] = live
+            live += size if number not in self.excluded else 0
+            peaks[at], ends[at] = max(peaks[at], live), live
+        for (phase, module, unit), peak, end in zip(self.places, peaks, ends, strict=True):
+            yield Segment("forward" if phase == "forward" else "backward", module, unit, peak, end)
 
 
 def trace(
