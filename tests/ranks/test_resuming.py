@@ -13,7 +13,8 @@ from resumed_pairs import spanning_pairs
 
 import unishard
 from dev.resuming import WORLDS
-from unishard.engine.state import restore
+from unishard.engine.state.parts.sharded_tensors import ShardedTensors
+from unishard.engine.state.parts.training_state import TrainingState
 from unishard.testing import resuming
 from unishard.testing.cells import BACKENDS
 from unishard.testing.models import llama
@@ -100,15 +101,33 @@ def test_without_deep_every_strategy_of_every_engine_saves_and_resumes_and_every
 ADAMW = {"name": "adamw", "lr": 3e-3}
 
 
-def without_moments(fill):
-    """A `fill` that reads no optimizer state."""
+def without_moments(read):
+    """A `read` that reads no optimizer state."""
 
-    def fill_model(reader):
-        matched, reader._match = reader._match, reader._match._replace(optimizer={})
-        fill(reader)
-        reader._match = matched
+    def read_model(part, source):
+        matched, part._match = part._match, part._match._replace(optimizer={})
+        read(part, source)
+        part._match = matched
 
-    return fill_model
+    return read_model
+
+
+def without_schedule(resume):
+    """A `resume` that begins the schedule anew."""
+
+    def resume_at_0(part, source, group):
+        schedule = source.manifest.schedule.model_copy(update={"updates": 0})
+        manifest = source.manifest.model_copy(update={"schedule": schedule})
+        return resume(part, source._replace(manifest=manifest), group)
+
+    return resume_at_0
+
+
+LOSSES = {
+    "moments": (ShardedTensors, "read", without_moments),
+    "schedule": (TrainingState, "resume", without_schedule),
+    "nothing": (TrainingState, "resume", lambda resume: resume),
+}
 
 
 def forgetful(backend, what):
@@ -120,20 +139,10 @@ def forgetful(backend, what):
         train(engine, own_share(4, "llama"))
         folder = engine.save(f"{what[1]}/{backend}")
         expected = [loss for loss, _ in train(engine, own_share(10, "llama"))]
-    with unishard.prepare(llama(7), cfg) as engine:
-        resume, fill = restore.resume, restore.CheckpointReader.fill
-        if what[0] == "schedule":
-            restore.resume = lambda run, manifest, *rest: resume(
-                run,
-                manifest.model_copy(update={"schedule": manifest.schedule.model_copy(update={"updates": 0})}),
-                *rest,
-            )
-        if what[0] == "moments":
-            restore.CheckpointReader.fill = without_moments(fill)
-        try:
-            engine.load(folder)
-        finally:
-            restore.resume, restore.CheckpointReader.fill = resume, fill
+    with unishard.prepare(llama(7), cfg) as engine, pytest.MonkeyPatch.context() as patch:
+        part, method, without = LOSSES[what[0]]
+        patch.setattr(part, method, without(getattr(part, method)))
+        engine.load(folder)
         losses = [loss for loss, _ in train(engine, own_share(10, "llama"))]
     return max(abs(now - then) / then for now, then in zip(losses, expected, strict=True))
 

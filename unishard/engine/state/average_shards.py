@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -49,17 +49,21 @@ class AverageShards:
         return {tensor_names.AVERAGES + name: shard for name, shard in self.by_name.items()}
 
     @torch.no_grad()
-    def read(self, tensors: Tensors) -> int:
+    def read(self, tensors: Tensors) -> str:
         """Read the averages of a checkpoint; those that it lacks start at the current master weights.
 
         Returns:
-            How many it lacks.
+            A note of those that it lacks; empty if there are none.
         """
         for average, values in zip(self.averages, self.live, strict=True):
             average.copy_(values)
         shards = self._found(tensors)
         tensors.read(ReadRequest(name, start, shard.values.view(-1)) for name, (start, shard) in shards.items())
-        return len(self.by_name) - len(shards)
+        lacking = len(self.by_name) - len(shards)
+        which = (
+            f"moving averages of {lacking} parameters" if has_average(tensors) else "a moving average of the weights"
+        )
+        return f"it lacks {which}; they start at the loaded weights" if lacking else ""
 
     def require(self, tensors: Tensors) -> None:
         """Check that what `read` reads is there. Reads no element.
@@ -82,17 +86,3 @@ class AverageShards:
 def has_average(tensors: Tensors) -> bool:
     """Whether a checkpoint has a moving average."""
     return any(name.startswith(tensor_names.AVERAGES) for name in tensors)
-
-
-def resume_average(average: AverageShards, tensors: Tensors) -> Iterator[str]:
-    """Resume the moving average of a checkpoint.
-
-    Yields:
-        Notes about what differs.
-    """
-    lacking = average.read(tensors)
-    if lacking:
-        which = (
-            f"moving averages of {lacking} parameters" if has_average(tensors) else "a moving average of the weights"
-        )
-        yield f"it lacks {which}; they start at the loaded weights"

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.checkpoint import tensor_names
-from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
+from unishard.checkpoint.tensor_reader import ReadRequest
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.optimizer_state import StateSpec
 from unishard.distributed.lazy_shards import LazyShard
@@ -23,30 +22,12 @@ from unishard.distributed.on_ranks import ranks_of
 from unishard.distributed.shards import Shard
 from unishard.eight_bit.adamw import AdamW8bit
 from unishard.eight_bit.moments import MOMENTS, Moments8bit
+from unishard.engine.state.part import CheckpointSource, Part, Saved
 
 _NUMBER = "step"
 
 
-class Converted(NamedTuple):
-    """What became of moments that were read."""
-
-    changed: int
-    """Elements that have another value than in the checkpoint."""
-    elements: int
-    """All of them."""
-
-    def notes(self, group: dist.ProcessGroup) -> Iterator[str]:
-        """Say what has changed on any rank. Collective."""
-        everyone = ranks_of(group).gather((self.changed, self.elements))
-        changed, elements = (sum(each) for each in zip(*everyone, strict=True))
-        if changed:
-            yield (
-                f"{changed:,} of {elements:,} moments are rounded to 8 bits anew: they were saved by AdamW in fp32, or "
-                "from shards that end elsewhere in a block of 256 elements"
-            )
-
-
-class EightBitState:
+class EightBitState(Part):
     """An `OptimizerState` of `AdamW8bit`: small parameters have live tensors, the others codes that are made on the
     way.
     """
@@ -56,6 +37,8 @@ class EightBitState:
         self._shard_of = adapter.master_shard
         self._optimizer = optimizer
         self._names = {parameter: name for name, parameter in adapter.module.named_parameters()}
+        self._rounded = (0, 0)
+        """Elements that have another value than in the loaded checkpoint, and all of them."""
 
     def shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
         """As in `OptimizerState`, without moments of 8 bits."""
@@ -88,8 +71,33 @@ class EightBitState:
         """Whether moments of a parameter have 8 bits; the same on all ranks."""
         return not self._optimizer.is_small(self._names[parameter], self._shard_of(parameter).shape.numel())
 
-    def lazy(self) -> Iterator[tuple[str, LazyShard]]:
-        """This rank's moments of 8 bits, by checkpoint name: fp32, made of codes as they are read."""
+    def saved(self, group: dist.ProcessGroup) -> Saved:
+        """As in `Part`: this rank's moments of 8 bits in fp32, made of codes as they are read."""
+        return Saved(dict(self._lazy()), {})
+
+    def read(self, source: CheckpointSource) -> None:
+        """As in `Part`: those that `make` has made, one after another."""
+        changed = elements = 0
+        for name, place in self._optimizer.places.items():
+            moments = self._optimizer.moments.get(name)
+            if moments is not None:
+                for key in MOMENTS:
+                    values = torch.empty(place.held)
+                    source.tensors.read([ReadRequest(tensor_names.of_optimizer(name, key), place.start, values)])
+                    changed += moments.write(key, values)
+                    elements += place.held
+        self._rounded = changed, elements
+
+    def resume(self, source: CheckpointSource, group: dist.ProcessGroup) -> Iterator[str]:
+        """As in `Part`."""
+        changed, elements = (sum(each) for each in zip(*ranks_of(group).gather(self._rounded), strict=True))
+        if changed:
+            yield (
+                f"{changed:,} of {elements:,} moments are rounded to 8 bits anew: they were saved by AdamW in fp32, or "
+                "from shards that end elsewhere in a block of 256 elements"
+            )
+
+    def _lazy(self) -> Iterator[tuple[str, LazyShard]]:
         for parameter, name in self._names.items():
             moments = self._optimizer.moments.get(name)
             if moments is not None:
@@ -99,24 +107,6 @@ class EightBitState:
                     read = partial(_read, moments, key, begin)
                     end = begin + shard.values.numel()
                     yield tensor_names.of_optimizer(name, key), LazyShard(shard.shape, torch.float32, begin, end, read)
-
-    def fill(self, names: set[str], tensors: Tensors) -> Converted:
-        """Read moments of 8 bits, one after another, after `make`.
-
-        Args:
-            names: The parameters whose state is in the checkpoint.
-            tensors: The checkpoint.
-        """
-        changed = elements = 0
-        for name, place in self._optimizer.places.items():
-            moments = self._optimizer.moments.get(name)
-            if moments is not None and name in names:
-                for key in MOMENTS:
-                    values = torch.empty(place.held)
-                    tensors.read([ReadRequest(tensor_names.of_optimizer(name, key), place.start, values)])
-                    changed += moments.write(key, values)
-                    elements += place.held
-        return Converted(changed, elements)
 
 
 def eight_bit_state_of(adapter: EngineAdapter | None) -> EightBitState | None:

@@ -19,7 +19,7 @@ from unishard.engine.entering import entered
 from unishard.engine.guards.inference_mode import without_inference_mode
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.phase import Phase
-from unishard.engine.state.average_shards import AverageShards, resume_average
+from unishard.engine.state.average_shards import AverageShards
 from unishard.engine.state.tensors import StateTensors
 from unishard.errors import ContractError
 
@@ -65,10 +65,9 @@ def _resume(shards: AverageShards, saved: Tensors | None) -> None:
         return
     group = process_group.host_group()
     on_all(group, lambda: shards.require(saved))
-    notes = on_all(group, lambda: [*resume_average(shards, saved)])
-    if dist.get_rank() == 0:
-        for note in notes:
-            _logger.warning("%s: %s", saved.folder, note)
+    note = on_all(group, lambda: shards.read(saved))
+    if note and dist.get_rank() == 0:
+        _logger.warning("%s: %s", saved.folder, note)
 
 
 @entered

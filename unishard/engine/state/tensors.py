@@ -80,10 +80,6 @@ class StateTensors:
         """The optimizer's state of one parameter, by the optimizer's own keys."""
         return {} if self.optimizer_state is None else self.optimizer_state.shards(parameter)
 
-    def lazy_moments(self) -> dict[str, LazyShard]:
-        """The rest of the optimizer's state, which is not live memory, by checkpoint name."""
-        return {} if self.eight_bit is None else dict(self.eight_bit.lazy())
-
     def average_shards(self) -> dict[str, Shard]:
         """The moving average, by checkpoint name."""
         return {} if self.average is None else self.average.to_save()

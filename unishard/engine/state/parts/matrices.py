@@ -15,6 +15,8 @@ from torch import Tensor
 from unishard.checkpoint import tensor_names
 from unishard.checkpoint.tensor_reader import Tensors
 from unishard.checkpoint.user_state import once, pack, unpack
+from unishard.distributed.on_ranks import on_all
+from unishard.engine.state.part import CheckpointSource, Part, Saved, whole
 from unishard.errors import CheckpointError
 from unishard.matrices.matrix_optimizer import MatrixOptimizer
 from unishard.matrices.whole_tensors import WholeTensors
@@ -25,30 +27,38 @@ _NUMBERS = {int: torch.int64, float: torch.float64}
 """Numbers are tensors without dimensions of these dtypes, which tensors of an optimizer are not."""
 
 
-def matrix_state_of(optimizer: object) -> dict[str, Tensor]:
-    """This rank's, by checkpoint name; empty for optimizers that keep none.
+class Matrices(Part):
+    """Empty for an optimizer that keeps nothing of whole matrices."""
 
-    Raises:
-        CheckpointError: An optimizer keeps something else than tensors and numbers.
-    """
-    if isinstance(optimizer, WholeTensors):
-        return _whole_state_of(optimizer)
-    if not isinstance(optimizer, MatrixOptimizer):
-        return {}
-    return {
-        f"{tensor_names.MATRICES}{name}.{key}": _as_tensor(optimizer, key, value)
-        for name, state in optimizer.owned.items()
-        for key, value in state.items()
-    }
+    def __init__(self, optimizer: object) -> None:
+        """Of what makes the updates."""
+        self._optimizer = optimizer
+
+    def saved(self, group: dist.ProcessGroup) -> Saved:
+        """As in `Part`: an optimizer may keep something else than tensors and numbers."""
+        return Saved(whole(on_all(group, self._state)), {})
+
+    @torch.no_grad()
+    def read(self, source: CheckpointSource) -> None:
+        """As in `Part`: of the matrices that this rank owns; of those that were never updated there is nothing."""
+        if isinstance(self._optimizer, WholeTensors):
+            _resume_whole_state(self._optimizer, source.tensors)
+        elif isinstance(self._optimizer, MatrixOptimizer):
+            _resume(self._optimizer, source.tensors)
+
+    def _state(self) -> dict[str, Tensor]:
+        if isinstance(self._optimizer, WholeTensors):
+            return _whole_state_of(self._optimizer)
+        if not isinstance(self._optimizer, MatrixOptimizer):
+            return {}
+        return {
+            f"{tensor_names.MATRICES}{name}.{key}": _as_tensor(self._optimizer, key, value)
+            for name, state in self._optimizer.owned.items()
+            for key, value in state.items()
+        }
 
 
-@torch.no_grad()
-def resume_matrix_state(optimizer: object, tensors: Tensors) -> None:
-    """Read what this rank keeps of the matrices that it owns; of those that were never updated there is nothing."""
-    if isinstance(optimizer, WholeTensors):
-        _resume_whole_state(optimizer, tensors)
-    if not isinstance(optimizer, MatrixOptimizer):
-        return
+def _resume(optimizer: MatrixOptimizer, tensors: Tensors) -> None:
     owned = _owned(optimizer)
     found: dict[str, dict[str, Any]] = {}
     for full_name in tensors:
