@@ -309,7 +309,8 @@ class Engine(OtherNames, Process):
         Raises:
             ContractError: A value is no number, or a name is one that the engine logs itself.
         """
-        self._training("log").observers.on_log(values)
+        for tell in self._training("log").observers.on_log:
+            tell(values)
 
     def train(self, mode: bool = True) -> Self:
         """Set the model to training mode, or with False to evaluation mode. Collective.
@@ -321,7 +322,8 @@ class Engine(OtherNames, Process):
         self._order.require_open("train")
         if self.module.training and not mode:
             self._buffers.equalize("eval")
-        self._observers.on_evaluate(not mode)
+        for tell in self._observers.on_evaluate:
+            tell(not mode)
         before = self.module.training
         self.module.train(mode)
         if training is not None:

@@ -1,16 +1,16 @@
-"""What watches a training loop: the protocol, and the one place that tells all who watch."""
+"""What watches a training loop: the protocol, and those who watch."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from unishard.contract.results import Step
+from unishard.observe.listeners import Listeners
 
 
 class Observer:
@@ -53,11 +53,21 @@ class Observer:
         """The engine is closed. Not collective."""
 
 
-_EVENTS = [name for name in vars(Observer) if name.startswith("on_")]
+class Observers(Listeners):
+    """The observers of an engine, and the progress bar of the current loop."""
 
-
-class Observers(Observer):
-    """Tells the observers of an engine, and the progress bar of the current loop, what each overrides."""
+    on_forward: list[Callable[[tuple[Any, ...], Mapping[str, Any]], None]]
+    on_loss: list[Callable[[Tensor, int | Tensor], None]]
+    on_gradients: list[Callable[[Callable[[], float]], None]]
+    on_step: list[Callable[[Step], None]]
+    on_discard: list[Callable[[], None]]
+    on_evaluate: list[Callable[[bool], None]]
+    on_save: list[Callable[[], None]]
+    on_saved: list[Callable[[float], None]]
+    on_load: list[Callable[[], None]]
+    on_log: list[Callable[[Mapping[str, float | Tensor]], None]]
+    on_error: list[Callable[[BaseException], None]]
+    on_close: list[Callable[[], None]]
 
     def __init__(self, *observers: Observer) -> None:
         """Begin to tell.
@@ -67,35 +77,23 @@ class Observers(Observer):
         """
         self._observers = observers
         self._bar: Observer | None = None
-        self._listen()
+        self.show(None)
 
     def show(self, bar: Observer | None) -> Observer | None:
         """Show the progress bar of another loop, or none; returns the previous one."""
         before, self._bar = self._bar, bar
-        self._listen()
+        super().__init__(Observer, self._observers if bar is None else (bar, *self._observers))
+        self.on_forward.reverse()
         return before
-
-    def _listen(self) -> None:
-        watching = [observer for observer in (self._bar, *self._observers) if observer is not None]
-        for event in _EVENTS:
-            tells = [
-                getattr(observer, event)
-                for observer in watching
-                if getattr(type(observer), event) is not getattr(Observer, event)
-            ]
-            setattr(self, event, partial(_tell, tells[::-1] if event == "on_forward" else tells))
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """A block that saves."""
-        self.on_save()
+        for tell in self.on_save:
+            tell()
         began = time.perf_counter()
         try:
             yield
         finally:
-            self.on_saved(time.perf_counter() - began)
-
-
-def _tell(tells: Sequence[Callable[..., None]], *arguments: Any) -> None:
-    for tell in tells:
-        tell(*arguments)
+            for told in self.on_saved:
+                told(time.perf_counter() - began)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from unishard.errors import ContractError
+from unishard.observe.listeners import Listeners
 
 
 class Looks(IntEnum):
@@ -137,32 +138,24 @@ class Guard:
         """The engine is closed."""
 
 
-_EVENTS = [name for name, value in vars(Guard).items() if callable(value)]
-
-
-class Due:
+class Due(Listeners):
     """What the guards that look at one time do, by event, in the order of the list."""
 
-    def __init__(self, guards: Iterable[Guard]) -> None:
-        self.before_forward: list[Callable[[], None]] = []
-        self._blocks: list[Callable[[Any], AbstractContextManager[Any]]] = []
-        self.after_forward: list[Callable[[], None]] = []
-        self.before_backward: list[Callable[[Tensor, ComparedCall], None]] = []
-        self.after_backward: list[Callable[[], None]] = []
-        self.before_finish: list[Callable[[], None]] = []
-        self.before_step: list[Callable[[ComparedCall], None]] = []
-        self.after_update: list[Callable[[], None]] = []
-        self.after_outcome: list[Callable[..., None]] = []
-        self.forget: list[Callable[[], None]] = []
-        self.close: list[Callable[[], None]] = []
-        for guard in guards:
-            for event in _EVENTS:
-                if getattr(type(guard), event) is not getattr(Guard, event):
-                    getattr(self, "_blocks" if event == "forward" else event).append(getattr(guard, event))
+    before_forward: list[Callable[[], None]]
+    forward: list[Callable[[Any], AbstractContextManager[Any]]]
+    after_forward: list[Callable[[], None]]
+    before_backward: list[Callable[[Tensor, ComparedCall], None]]
+    after_backward: list[Callable[[], None]]
+    before_finish: list[Callable[[], None]]
+    before_step: list[Callable[[ComparedCall], None]]
+    after_update: list[Callable[[], None]]
+    after_outcome: list[Callable[..., None]]
+    forget: list[Callable[[], None]]
+    close: list[Callable[[], None]]
 
-    def forward(self, inputs: Any) -> AbstractContextManager[Any]:
+    def around(self, inputs: Any) -> AbstractContextManager[Any]:
         """The block that runs the model."""
-        return _together(self._blocks, inputs) if self._blocks else nullcontext()
+        return _together(self.forward, inputs) if self.forward else nullcontext()
 
 
 @contextmanager
@@ -185,7 +178,7 @@ class Guards:
         """
         self._place = place
         every = [*guards]
-        self._due = {level: Due(each for each in every if each.looks <= level) for level in Looks}
+        self._due = {level: Due(Guard, (each for each in every if each.looks <= level)) for level in Looks}
         self.all = self._due[Looks.CLOSELY]
         """All of them."""
 

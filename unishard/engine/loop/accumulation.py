@@ -141,10 +141,11 @@ class Accumulation:
         order.check_sampled("forward")
         if order.before_update is not None:
             order.run_before_update()
-        self.observers.on_forward(args, kwargs)
+        for begins in self.observers.on_forward:
+            begins(args, kwargs)
         order.begin_forward()
         try:
-            with order.forwarding(), guards.forward((args, kwargs)):
+            with order.forwarding(), guards.around((args, kwargs)):
                 output = self.adapter.forward(*args, **kwargs)
             for look in guards.after_forward:
                 look()
@@ -167,7 +168,8 @@ class Accumulation:
         self._items.add(num_items, kind, begins=begins, last=call.last)
         # The parts of a loss add up, and the scaled losses of a window to one mean: the first stands for all.
         counted = int(begins and not (scaled and order.micro_batch)) if num_items is None else num_items
-        self.observers.on_loss(loss, counted)
+        for tell in self.observers.on_loss:
+            tell(loss, counted)
         if self._loss_scale.dynamic:
             self.resolve_pending()
         known = kind is LossKind.MEAN and order.window > 1 and not order.pushed
@@ -187,7 +189,8 @@ class Accumulation:
     def _fail(self, part: str, error: BaseException) -> None:
         """After an error in a part of a micro-batch the window can only be discarded."""
         self._order.failed = part
-        self.observers.on_error(error)
+        for tell in self.observers.on_error:
+            tell(error)
 
     def step(self, clip_grad_norm: float | EllipsisType | None) -> Step:
         """Count the micro-batch; update at the end of the window."""
@@ -208,7 +211,8 @@ class Accumulation:
         if not call.last:
             return Step(updated=False, grad_norm=None, lr=self._schedule.lr, skipped=False)
         step = self._end_window(max_norm)
-        self.observers.on_step(step)
+        for tell in self.observers.on_step:
+            tell(step)
         return step
 
     def _max_norm(self, asked: float | EllipsisType | None) -> float | None:
@@ -226,7 +230,8 @@ class Accumulation:
         with self._optimizer.own():
             self.adapter.drop_gradients()
         self._items.clear()
-        self.observers.on_discard()
+        for tell in self.observers.on_discard:
+            tell()
         order.discard_window()
         for forget in self._guards.all.forget:
             forget()
@@ -234,7 +239,8 @@ class Accumulation:
 
     def close(self) -> None:
         """Give the user's optimizer and scheduler back, and end the logs."""
-        self.observers.on_close()
+        for tell in self.observers.on_close:
+            tell()
         with suppress(RuntimeError):  # of a device that failed, which the run has raised or is about to
             self.resolve_pending()
         for close in self._guards.all.close:
@@ -268,14 +274,16 @@ class Accumulation:
             self._order.check_sampled("discard")
             self.discard()  # otherwise the next window would add to this one
             raise
-        self.observers.on_gradients(self.finish_gradients)
+        for tell in self.observers.on_gradients:
+            tell(self.finish_gradients)
         before = self.norm_before_clipping
         limit = max_norm if before is None else None
         try:
             with self._order.awaiting(), self._optimizer.own():
                 norm, updated = self.adapter.update(limit, divisor, finished=self._finished is not None)
         except BaseException as error:
-            self.observers.on_error(error)
+            for failed in self.observers.on_error:
+                failed(error)
             raise
         finally:
             self._order.end_window()

@@ -145,7 +145,8 @@ class SaveAndLoad:
         self.resumed = restore(self._run, folder, group, strict=strict, verify=verify, data=data)
         if dist.get_rank() == 0:
             self._lineage.resumed(folder)
-        self._run.observers.on_load()
+        for tell in self._run.observers.on_load:
+            tell()
         self._check_before_update()
         return self.resumed
 
