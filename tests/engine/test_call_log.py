@@ -10,7 +10,7 @@ from unishard.failures.call_log import Call, CallLog, first_difference, tail_fro
 def call_log(*places: str) -> CallLog:
     made = CallLog()
     for place in places:
-        made.record(place)
+        made.record(Call(place))
     return made
 
 
@@ -35,8 +35,8 @@ def test_a_rank_that_is_behind_does_not_differ() -> None:
 
 def test_modules_count_too() -> None:
     one, other = call_log("is in engine.forward"), call_log("is in engine.forward")
-    one.record_unit("left (Expert)")
-    other.record_unit("right (Expert)")
+    one.record(Call(unit="left (Expert)"))
+    other.record(Call(unit="right (Expert)"))
     assert one.state != other.state
     assert first_difference({0: one.tail(), 1: other.tail()}) == 2
     assert one.tail().at(2).text == "enters left (Expert) and is in engine.forward"
@@ -47,7 +47,7 @@ def test_after_an_error_the_ranks_start_anew() -> None:
     one, other = call_log("a", "b"), call_log("a", "c", "d")
     for each in (one, other):
         each.restart(7)
-        each.record("e")
+        each.record(Call("e"))
     assert one.state == other.state
     assert first_difference({0: one.tail(), 1: other.tail()}) is None
     assert first_difference({0: one.tail(), 1: call_log("x").tail()}) is None, "calls of before are not compared"

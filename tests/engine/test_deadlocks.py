@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from unishard.failures.call_log import CallLog, RecentCalls
+from unishard.failures.call_log import Call, CallLog, RecentCalls
 from unishard.failures.deadlocks import (
     BUSY,
     LEFT,
@@ -26,9 +26,9 @@ FORWARD, SAVE = "is in engine.forward (update 13)", "is in engine.save (update 1
 def tail(*places: str, units: tuple[str, ...] = ()) -> RecentCalls:
     call_log = CallLog()
     for place in places:
-        call_log.record(place)
+        call_log.record(Call(place))
     for unit in units:
-        call_log.record_unit(unit)
+        call_log.record(Call(unit=unit))
     return call_log.tail()
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from unishard.failures import collective_check, watchdog
-from unishard.failures.call_log import CallLog
+from unishard.failures.call_log import Call, CallLog
 from unishard.failures.deadlocks import BUSY, WAITS
 from unishard.failures.device_wait import DeviceWait
 from unishard.failures.rank_locations import Location
@@ -88,7 +88,7 @@ class Check:
     def __init__(self, device_wait: DeviceWait | None) -> None:
         self.device_wait, self.moved, self.told = device_wait, NOW - 1, []
         self.call_log = CallLog()
-        self.call_log.record("is in engine.step (update 16)")
+        self.call_log.record(Call("is in engine.step (update 16)"))
         self.monitor = SimpleNamespace(abort_reason="", port=0, status=self.told.append, ask=lambda: None)
 
     def give_up(self, why: str) -> None:

@@ -16,8 +16,8 @@ _KEPT = 256
 class Call(NamedTuple):
     """A call, or a module that a forward has entered."""
 
-    place: str
-    """`is in engine.forward (update 3, micro-batch 1 of 2)`."""
+    place: str = ""
+    """`is in engine.forward (update 3, micro-batch 1 of 2)`; `CallLog` adds that of a module."""
     unit: str = ""
     """`layers.0 (LlamaDecoderLayer)` for a module; empty for a call."""
     skipped: str = ""
@@ -25,7 +25,7 @@ class Call(NamedTuple):
     order: str = ""
     """A hash of the order in which gradients came, where they are added up in that order."""
     equal_values: str = ""
-    """A JSON dict of what the update uses and must be the same on all ranks, as text by name; see `EqualValues`."""
+    """A JSON dict of what the update uses and must be the same on all ranks, as text by name."""
     error: str = ""
     """`ValueError: a broken sample (train.py:31 in main)`: what has made this rank end its part in the run. Not
     compared."""
@@ -68,14 +68,17 @@ class CallLog:
         self.last = self.place = "is before its first call"
         """The last call but one, and the last one; modules do not count."""
 
-    def record(self, place: str, skipped: str = "", order: str = "", equal_values: str = "", error: str = "") -> None:
-        """Add a call; the arguments are those of `Call`."""
-        self.last, self.place = self.place, place
-        self._add(Call(place, "", skipped, order, equal_values, error))
-
-    def record_unit(self, unit: str) -> None:
-        """Add a module that the current call has entered."""
-        self._add(Call(self.place, unit))
+    def record(self, call: Call) -> None:
+        """Add a call, or a module that the current call has entered."""
+        if call.unit:
+            call = Call(self.place, call.unit)
+        else:
+            self.last, self.place = self.place, call.place
+        self.state = zlib.crc32(
+            f"{call.unit or call.place}{call.skipped}{call.order}{call.equal_values}\n".encode(), self.state
+        )
+        self._calls.append(call)
+        self.number += 1
 
     def restart(self, epoch: int) -> None:
         """Forget all calls, after ranks have made different ones and have raised an error for it."""
@@ -94,13 +97,6 @@ class CallLog:
         tail = self.tail()
         unit = tail.calls[-1].unit if tail.calls else ""
         return f"{self.place}{', module ' if unit else ''}{unit}"
-
-    def _add(self, call: Call) -> None:
-        self.state = zlib.crc32(
-            f"{call.unit or call.place}{call.skipped}{call.order}{call.equal_values}\n".encode(), self.state
-        )
-        self._calls.append(call)
-        self.number += 1
 
 
 def tail_from(value: Any) -> RecentCalls:

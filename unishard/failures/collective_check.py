@@ -10,6 +10,7 @@ are found by the watchdog.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ from unishard.config import Communication
 from unishard.distributed.process_group import timeout
 from unishard.errors import RankMismatchError
 from unishard.failures import monitor_client
-from unishard.failures.call_log import CallLog, tail_from
+from unishard.failures.call_log import Call, CallLog, tail_from
+from unishard.failures.compared_call import ComparedCall
 from unishard.failures.deadlocks import different_calls
 from unishard.failures.device_wait import DeviceWait
 from unishard.failures.digest_exchange import DigestExchange
@@ -52,25 +54,13 @@ class Member:
         check.active += 1
         self._number = check.members
 
-    def check_now(
-        self,
-        call: str,
-        detail: str = "",
-        seconds: float = 0.0,
-        *,
-        skipped: str = "",
-        order: str = "",
-        equal_values: str = "",
-    ) -> float:
+    def check_now(self, call: ComparedCall, where: str, seconds: float) -> float:
         """Check the ranks before the collectives of a call. Collective.
 
         Args:
-            call: A method of the engine.
-            detail: What must be the same on all ranks.
+            call: The same on all ranks.
+            where: The position in the loop.
             seconds: A time that this rank has measured.
-            skipped: As in `Call`, and the same on all ranks.
-            order: As in `Call`, and the same on all ranks.
-            equal_values: As in `Call`, and the same on all ranks.
 
         Returns:
             The longest time of all ranks.
@@ -79,26 +69,24 @@ class Member:
             RankMismatchError: Another rank is in another call, has closed its engine, or is gone; names each rank's
                 call.
         """
-        return self._check.check_now(
-            self._place(call, detail), seconds=seconds, skipped=skipped, order=order, equal_values=equal_values
-        )
+        return self._check.check_now(self._logged(call, where), seconds)
 
-    def record(self, call: str, detail: str = "", *, skipped: str = "", order: str = "") -> None:
+    def record(self, call: ComparedCall, where: str) -> None:
         """Record a call, which the next `check_now` checks.
 
         Raises:
             RankMismatchError: The ranks have been found to differ.
         """
-        self._check.record(self._place(call, detail), skipped=skipped, order=order)
+        self._check.record(self._logged(call, where))
 
     def enter_module(self, name: str, *, wait: bool) -> None:
         """Record that the forward enters a module whose parameters are gathered; with `wait`, check it as in
         `check_now`.
         """
         if wait:
-            self._check.check_now(name, is_module=True)
+            self._check.check_now(Call(unit=name))
         else:
-            self._check.record(name, is_module=True)
+            self._check.record(Call(unit=name))
 
     def leave(self, why: BaseException | None = None) -> None:
         """Report that this engine is closed. Does not wait; ranks that still use the engine raise an error."""
@@ -120,8 +108,9 @@ class Member:
         if wait is not None:
             wait.end()
 
-    def _place(self, call: str, detail: str) -> str:
-        return f"is in {self._name}.{call} ({detail})" if detail else f"is in {self._name}.{call}"
+    def _logged(self, call: ComparedCall, where: str) -> Call:
+        place = f"is in {self._name}.{call.name} ({where}{call.detail})"
+        return Call(place, "", call.skipped, call.order, json.dumps(call.held) if call.held else "")
 
     @property
     def _name(self) -> str:
@@ -159,7 +148,7 @@ def begin(cfg: Communication) -> None:
 def check_now(place: str) -> None:
     """Check a call outside an engine, if this process group has a check. Collective."""
     if (check := _of_this_group()) is not None:
-        check.check_now(f"is in {place}")
+        check.check_now(Call(f"is in {place}"))
 
 
 @contextmanager
@@ -253,35 +242,22 @@ class DesyncCheck:
         self._lock = threading.Lock()
         watch(self)
 
-    def record(
-        self, place: str, *, is_module: bool = False, skipped: str = "", order: str = "", equal_values: str = ""
-    ) -> None:
+    def record(self, call: Call) -> None:
         """See `Member.record`."""
         if self.failed:
             raise RankMismatchError(self.failed)
         self.moved = time.monotonic()
-        if is_module:
-            self.call_log.record_unit(place)
-        else:
+        if not call.unit:
             self.thread = threading.get_ident()
-            self.call_log.record(place, skipped, order, equal_values)
+        self.call_log.record(call)
 
-    def check_now(
-        self,
-        place: str,
-        *,
-        is_module: bool = False,
-        seconds: float = 0.0,
-        skipped: str = "",
-        order: str = "",
-        equal_values: str = "",
-    ) -> float:
+    def check_now(self, call: Call, seconds: float = 0.0) -> float:
         """See `Member.check_now`."""
         with self._waits():
             if (different := self._exchange.first_different()) is not None:
                 raise RankMismatchError(self._report(different))
             with self._lock:  # the watchdog may answer for this rank at the same time
-                self.record(place, is_module=is_module, skipped=skipped, order=order, equal_values=equal_values)
+                self.record(call)
             equal, slowest = self._exchange.compare(self.call_log.state, int(seconds * 1e6))
             if not equal:
                 raise RankMismatchError(self._report(self._exchange.number))
@@ -292,7 +268,7 @@ class DesyncCheck:
         if self.failed or self.world is not dist.group.WORLD:
             return
         with self._lock:
-            self.call_log.record(place, error="" if why is None else _headline(why))
+            self.call_log.record(Call(place, error="" if why is None else _headline(why)))
             self.moved = time.monotonic()
             self._exchange.send(self.call_log.state)
         if self.monitor is not None:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.engine.guards.guard import ComparedCall, Guard, Looks
+from unishard.engine.guards.guard import Guard, Looks
+from unishard.failures.compared_call import ComparedCall
 
 _logger = logging.getLogger("unishard")
 

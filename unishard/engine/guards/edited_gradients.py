@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unishard.engine.guards.guard import ComparedCall, Guard, LoopState
+from unishard.engine.guards.guard import Guard, LoopState
 from unishard.engine.guards.tensor_marks import versions
 from unishard.errors import ContractError
+from unishard.failures.compared_call import ComparedCall
 
 _PARAMETERS, _ELEMENTS = 8, 16
 """How much of the gradients is compared: clipping and zeroing change all of them."""

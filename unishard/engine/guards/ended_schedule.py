@@ -6,9 +6,10 @@ import logging
 
 import torch.distributed as dist
 
-from unishard.engine.guards.guard import ComparedCall, Guard, LoopState
+from unishard.engine.guards.guard import Guard, LoopState
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.torch_schedule import TorchSchedule
+from unishard.failures.compared_call import ComparedCall
 
 _logger = logging.getLogger("unishard")
 

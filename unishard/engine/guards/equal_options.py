@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from unishard.engine.guards.guard import ComparedCall, Guard, LoopState
+from unishard.engine.guards.guard import Guard, LoopState
 from unishard.failures.collective_check import samples
+from unishard.failures.compared_call import ComparedCall
 
 
 class EqualOptions(Guard):

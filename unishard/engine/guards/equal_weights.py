@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from unishard.distributed import host_numbers
 from unishard.distributed.host_read import HostRead
-from unishard.engine.guards.guard import ComparedCall, Guard, LoopState
+from unishard.engine.guards.guard import Guard, LoopState
 from unishard.engine.guards.tensor_marks import sum_of_bits
 from unishard.failures.collective_check import samples
+from unishard.failures.compared_call import ComparedCall
 
 _PARTS = 64
 """Parts of the weights that are compared one by one; with so many parameters or less, each is a part."""

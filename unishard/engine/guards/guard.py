@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from unishard.errors import ContractError
+from unishard.failures.compared_call import ComparedCall
 from unishard.observe.listeners import Listeners
 
 
@@ -23,31 +22,6 @@ class Looks(IntEnum):
     """In the updates that `Sampling` chooses."""
     CLOSELY = 2
     """In the micro-batches that `Sampling` chooses: it waits for the device, or has a hook on each module."""
-
-
-@dataclass
-class ComparedCall:
-    """A backward or a step, to which guards add what must be the same on all ranks."""
-
-    last: bool
-    """Whether it is of the last micro-batch of its window."""
-    num_items: int | Tensor | None = None
-    """Of a backward, how many items its loss sums over."""
-    scaled: bool = False
-    """Whether that loss is divided by the script."""
-    detail: str = ""
-    """What else the ranks compare, in words."""
-    skipped: str = ""
-    """What has no gradient on this rank."""
-    held: dict[str, str] = field(default_factory=dict)
-    """What the update uses, by name."""
-    refusal: ContractError | None = None
-    """What to raise once the ranks have compared the call: before that, the others would wait for this one."""
-
-    def require_allowed(self) -> None:
-        """Raise what a guard has found."""
-        if self.refusal is not None:
-            raise self.refusal
 
 
 class LoopState(Protocol):

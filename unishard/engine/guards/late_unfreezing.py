@@ -6,8 +6,9 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
-from unishard.engine.guards.guard import ComparedCall, Guard, Looks
+from unishard.engine.guards.guard import Guard, Looks
 from unishard.errors import ContractError
+from unishard.failures.compared_call import ComparedCall
 
 
 class LateUnfreezing(Guard):

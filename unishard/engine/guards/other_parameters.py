@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from unishard.contract.adapter import EngineAdapter
 from unishard.engine.guards.graph import leaves_of
-from unishard.engine.guards.guard import ComparedCall, Guard, Looks
+from unishard.engine.guards.guard import Guard, Looks
 from unishard.engine.optim.stepping import is_marked, same_model
 from unishard.errors import ModelError
+from unishard.failures.compared_call import ComparedCall
 
 _logger = logging.getLogger("unishard")
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from unishard.contract.adapter import EngineAdapter
 from unishard.engine.guards.graph import leaves_of
-from unishard.engine.guards.guard import ComparedCall, Guard, LoopState
+from unishard.engine.guards.guard import Guard, LoopState
+from unishard.failures.compared_call import ComparedCall
 
 _NAMED = 8
 _CONTAINERS = ("ModuleList", "ModuleDict", "Sequential")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from unishard.engine.guards.guard import ComparedCall, Guard
+from unishard.engine.guards.guard import Guard
+from unishard.failures.compared_call import ComparedCall
 from unishard.sequence.split_sequences import SplitSequences
 
 

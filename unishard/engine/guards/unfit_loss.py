@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from unishard.engine.guards.guard import ComparedCall, Guard
+from unishard.engine.guards.guard import Guard
 from unishard.errors import ContractError
+from unishard.failures.compared_call import ComparedCall
 
 
 class UnfitLoss(Guard):

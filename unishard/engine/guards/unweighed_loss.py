@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.engine.guards.graph import comes_from
-from unishard.engine.guards.guard import ComparedCall, Guard
+from unishard.engine.guards.guard import Guard
 from unishard.errors import ContractError
+from unishard.failures.compared_call import ComparedCall
 from unishard.sequence.split_sequences import SplitSequences
 
 

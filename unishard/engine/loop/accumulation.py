@@ -6,7 +6,6 @@ engine.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +19,7 @@ from unishard.config import Training
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.results import Step
 from unishard.distributed.host_read import HostRead
-from unishard.engine.guards.guard import ComparedCall, Guards
+from unishard.engine.guards.guard import Guards
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.items import Items, LossKind
 from unishard.engine.loop.phase import Phase
@@ -29,6 +28,7 @@ from unishard.engine.optim.optimizer_calls import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.torch_schedule import TorchSchedule
 from unishard.errors import ContractError, NonFiniteError
+from unishard.failures.compared_call import ComparedCall
 from unishard.observe.observer import Observers
 
 
@@ -138,7 +138,7 @@ class Accumulation:
         self._due = guards = self._guards.now()
         for look in guards.before_forward:
             look()
-        order.check_sampled("forward")
+        order.compare(ComparedCall("forward"))
         if order.before_update is not None:
             order.run_before_update()
         for begins in self.observers.on_forward:
@@ -158,11 +158,11 @@ class Accumulation:
     def backward(self, loss: Tensor, num_items: int | Tensor | None, *, scaled: bool) -> None:
         """Run the backward of one micro-batch."""
         order = self._order
-        call = ComparedCall(order.last, num_items, scaled)
+        call = ComparedCall("backward", _detail(num_items, scaled), order.last, num_items, scaled)
         order.require("backward")
         for look in self._due.before_backward:
             look(loss, call)
-        order.check_sampled("backward", _detail(call), skipped=call.skipped)
+        order.compare(call)
         kind = LossKind.SCALED if scaled else LossKind.COUNTED if num_items is not None else LossKind.MEAN
         begins = order.calls == 0
         self._items.add(num_items, kind, begins=begins, last=call.last)
@@ -195,17 +195,17 @@ class Accumulation:
     def step(self, clip_grad_norm: float | EllipsisType | None) -> Step:
         """Count the micro-batch; update at the end of the window."""
         order = self._order
-        call = ComparedCall(order.last)
+        call = ComparedCall("step", last=order.last)
         order.require("step")
         max_norm = self._max_norm(clip_grad_norm)
         self.resolve_pending()
         for look in self._due.before_step:
             look(call)
         if call.last:  # inside a window there is no collective, and the next forward notices a missing step
-            clip = "" if isinstance(clip_grad_norm, EllipsisType) else f", clip_grad_norm={clip_grad_norm}"
-            gradients = self.adapter.gradient_order
-            held = json.dumps(call.held) if call.held else ""
-            order.check_sampled("step", clip + call.detail, skipped=call.skipped, order=gradients, held=held)
+            if not isinstance(clip_grad_norm, EllipsisType):
+                call.detail = f", clip_grad_norm={clip_grad_norm}{call.detail}"
+            call.order = self.adapter.gradient_order
+            order.compare(call)
             call.require_allowed()
         order.end_micro_batch()
         if not call.last:
@@ -314,13 +314,13 @@ class Accumulation:
         return step
 
 
-def _detail(call: ComparedCall) -> str:
+def _detail(num_items: int | Tensor | None, scaled: bool) -> str:
     """Of a backward: the ranks add up numbers of Python before it, and those in tensors behind it."""
-    if call.scaled:
+    if scaled:
         return ", scaled"
-    if call.num_items is None:
+    if num_items is None:
         return ""
-    return ", with num_items in a tensor" if isinstance(call.num_items, Tensor) else ", with num_items"
+    return ", with num_items in a tensor" if isinstance(num_items, Tensor) else ", with num_items"
 
 
 def _nothing() -> None:

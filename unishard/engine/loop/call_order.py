@@ -16,6 +16,7 @@ from unishard.engine.loop.phase import Phase
 from unishard.engine.loop.wrong_calls import ANY, WRONG
 from unishard.errors import ContractError
 from unishard.failures import collective_check
+from unishard.failures.compared_call import ComparedCall
 
 
 class CallOrder:
@@ -128,20 +129,16 @@ class CallOrder:
 
     # -- comparing the ranks' calls ----------------------------------------------------------------
 
-    def check_sampled(self, call: str, detail: str = "", *, skipped: str = "", order: str = "", held: str = "") -> None:
+    def check_sampled(self, call: str, detail: str = "") -> None:
+        """`compare` a call that has no more than a name, and what must be the same on all ranks, in words."""
+        self.compare(ComparedCall(call, detail))
+
+    def compare(self, call: ComparedCall) -> None:
         """Check that all ranks make the same call. Collective.
 
         Before the call's collectives in the first updates, in long ones, and in those that the guards look at; also
         where a tenth update begins, before it is made, and where the model has changed between training and evaluation.
         Else together with the next call that is checked.
-
-        Args:
-            call: A method of the engine.
-            detail: What must be the same on all ranks, in words.
-            skipped: What has no gradient on this rank, see `ReachedParameters`; must be the same on all ranks.
-            order: A hash of the order of gradients, the same on all ranks.
-            held: What the update uses, see `EqualValues`; the same on all ranks. Only compared in updates that are
-                sampled.
 
         Raises:
             RankMismatchError: They do not; names each rank's call.
@@ -149,21 +146,19 @@ class CallOrder:
         if self._member is None:
             return
         changed, self._trained = self._trained is not self._module.training, self._module.training
-        if changed or self._checks_all or (self._checks_ends and (call == "step" or self.begins_window)):
-            self.check_now(call, detail, skipped=skipped, order=order, held=held)
+        if changed or self._checks_all or (self._checks_ends and (call.name == "step" or self.begins_window)):
+            self._slowest = self._member.check_now(call, self._where(), self._seconds)
         else:
-            self._member.record(call, self._where(detail), skipped=skipped, order=order)
+            self._member.record(call, self._where())
 
-    def check_now(self, call: str, detail: str = "", *, skipped: str = "", order: str = "", held: str = "") -> None:
-        """Check before the call's collectives, in every update; the arguments are those of `check_sampled`. Collective.
+    def check_now(self, call: str, detail: str = "") -> None:
+        """Check a call before its collectives, in every update. Collective.
 
         Raises:
             RankMismatchError: They do not; names each rank's call.
         """
         if self._member is not None:
-            self._slowest = self._member.check_now(
-                call, self._where(detail), self._seconds, skipped=skipped, order=order, equal_values=held
-            )
+            self._slowest = self._member.check_now(ComparedCall(call, detail), self._where(), self._seconds)
 
     @contextmanager
     def forwarding(self) -> Iterator[None]:
@@ -204,10 +199,10 @@ class CallOrder:
         """Call a function when the engine is closed."""
         self._closing.append(act)
 
-    def _where(self, detail: str) -> str:
+    def _where(self) -> str:
         if self._module.training:
-            return f"update {self.updates + 1}, micro-batch {self.micro_batch + 1} of {self.window}{detail}"
-        return f"evaluation, after update {self.updates}{detail}"
+            return f"update {self.updates + 1}, micro-batch {self.micro_batch + 1} of {self.window}"
+        return f"evaluation, after update {self.updates}"
 
     def awaiting(self) -> AbstractContextManager[None]:
         """A block with device collectives whose result the host reads, in the block or later."""
