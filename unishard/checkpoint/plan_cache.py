@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from unishard.checkpoint.planning import Packed, Planning
 from unishard.checkpoint.planning_process import PlanningProcess
+from unishard.distributed import agreement
 
 MANY = 100_000
 """Chunks from which on a child process pays: planning fewer and writing their index takes about a second."""
@@ -77,11 +77,8 @@ class PlanCache:
         Collective if there are ranks.
         """
         number = self._number if key == self._key else 0
-        if dist.is_initialized():
-            both = torch.tensor([number, -number], device="cpu")
-            dist.all_reduce(both, op=dist.ReduceOp.MIN, group=group)
-            number = int(both[0]) if both[0] == -both[1] else 0
-        return number > 0
+        same = not dist.is_initialized() or agreement.equal(number, group)
+        return same and number > 0
 
     def remember(self, key: Key, mask: bytes, lengths: Any) -> None:
         """Keep a plan that all ranks have carried out. Called on all of them, or on none."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from unishard.distributed import agreement, host_numbers
+from unishard.distributed import agreement
 from unishard.errors import ContractError
 
 Enter = Callable[[str, str], None]
@@ -115,7 +115,7 @@ def windows(
         window = list(islice(rest, length))
         if total is None and enter is not None:
             enter("batches", f", after {yielded} batches")
-            if not _equal(len(window)):
+            if not agreement.equal(len(window)):
                 agreement.agree({f"batches after {yielded}": len(window)}, "numbers of batches")
         if not window or (drop and len(window) < length):
             return
@@ -123,15 +123,6 @@ def windows(
         yielded += len(window)
         if len(window) < length:
             return
-
-
-def _equal(number: int) -> bool:
-    """Whether all ranks have the same number.
-
-    One small collective of the hosts; `agree` would need two, and send pickles.
-    """
-    most, least = host_numbers.largest([number, -number])
-    return most == -least
 
 
 def length_of(loader: Iterable[Any]) -> int | None:

@@ -1,6 +1,4 @@
-"""Checks that all ranks hold the same values: one all-reduce of 64 bytes while they do, whatever the number of
-ranks.
-"""
+"""Whether all ranks hold the same values: one all-reduce of 64 bytes over gloo, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +6,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from unishard.distributed.devices import of_numbers
+from unishard.distributed import host_numbers
 from unishard.errors import RankMismatchError
 
 _SHOWN = 8
@@ -32,19 +29,23 @@ def agree(facts: dict[str, Any], subject: str) -> None:
         RankMismatchError: On every rank; lists each name that differs, with the values of up to 8 ranks.
     """
     texts = {name: repr(value) for name, value in facts.items()}
-    if not _same(hashlib.sha256(repr(texts).encode()).digest()):
+    if not equal(texts):
         raise RankMismatchError(
             f"ranks hold different {subject}; start every rank with the same:\n{_differences(texts)}"
         )
 
 
-def _same(digest: bytes) -> bool:
-    """Whether all ranks have one digest: its least and its largest value are the same. Collective."""
-    words = [int.from_bytes(digest[at : at + 7], "big") for at in range(0, 28, 7)]
-    both = torch.tensor([*words, *(-word for word in words)], dtype=torch.int64, device=of_numbers())
-    dist.all_reduce(both, dist.ReduceOp.MIN)
-    least = both.tolist()
-    return all(low == -high for low, high in zip(least[:4], least[4:], strict=True))
+def equal(value: Any, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether a value has the same `repr` on all ranks of a group with a CPU backend, by default on all. Collective."""
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    return not differing([int.from_bytes(digest[at : at + 7], "big") for at in range(0, 28, 7)], group)
+
+
+def differing(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """Which of these numbers of 64 bits, by place, are not the same on all those ranks. Collective."""
+    found = host_numbers.largest([*numbers, *(~number for number in numbers)], group)
+    largest, least = found[: len(numbers)], [~number for number in found[len(numbers) :]]
+    return [place for place in range(len(numbers)) if largest[place] != least[place]]
 
 
 def _differences(texts: Mapping[str, str]) -> str:

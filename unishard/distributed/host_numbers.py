@@ -25,16 +25,19 @@ def start_total(number: int) -> Callable[[], int]:
     return lambda: wait()[0]
 
 
-def largest(numbers: Sequence[int]) -> list[int]:
-    """The largest of each number over all ranks. Collective."""
-    return _start(numbers, dist.ReduceOp.MAX)()
+def largest(numbers: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """The largest of each number over the ranks of a group with a CPU backend, by default all ranks. Collective."""
+    return _start(numbers, dist.ReduceOp.MAX, group)()
 
 
-def _start(numbers: Sequence[int], operation: dist.ReduceOp.RedOpType) -> Callable[[], list[int]]:
-    if dist.get_world_size() == 1:
+def _start(
+    numbers: Sequence[int], operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None
+) -> Callable[[], list[int]]:
+    if dist.get_world_size(group) == 1:
         return lambda: list(numbers)
     tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    group = None if devices.of_numbers().type == "cpu" else host_group()
+    if group is None and devices.of_numbers().type != "cpu":
+        group = host_group()
     work = dist.all_reduce(tensor, operation, group=group, async_op=True)
 
     def wait() -> list[int]:

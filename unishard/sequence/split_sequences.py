@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from unishard.config import SequenceParallel
 from unishard.data.batches import to_device
 from unishard.data.digest import of_value
+from unishard.distributed import agreement
 from unishard.distributed.nested_tensors import replace_tensors, tensors_in
 from unishard.errors import ContractError, DataError, ModelError, UnishardError
 from unishard.failures.endings import is_lost_connection
@@ -169,11 +170,7 @@ class SplitSequences:
         self.forward.close()
 
     def _require_same(self, batch: Any) -> None:
-        digest = bytes.fromhex(of_value(list(tensors_in(batch))) or "0" * 32)
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-        everyones = [torch.empty_like(mine) for _ in range(self.group.size)]
-        dist.all_gather(everyones, mine, group=self.group.hosts)
-        if any(not torch.equal(each, mine) for each in everyones):
+        if not agreement.equal(of_value(list(tensors_in(batch))), self.group.hosts):
             first = dist.get_rank() - self.group.rank
             raise DataError(
                 f"ranks {first} to {first + self.group.size - 1} share each sample (parallel.sequence.size is "

@@ -7,13 +7,12 @@ writing a weight is an error (`parameter_writes`).
 from __future__ import annotations
 
 import platform
-import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from unishard.distributed import host_numbers
+from unishard.distributed import agreement
 from unishard.distributed.host_read import HostRead
 from unishard.engine.guards.guard import Guard, LoopState
 from unishard.engine.guards.tensor_marks import sum_of_bits
@@ -82,9 +81,7 @@ def computes_alike(device: torch.device) -> bool:
     Collective.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    kind = zlib.crc32(f"{name}, {torch.get_num_threads()}, {torch.__version__}".encode())
-    high, low = host_numbers.largest([kind, -kind])
-    return high == -low
+    return agreement.equal((name, torch.get_num_threads(), torch.__version__))
 
 
 def _processor() -> str:

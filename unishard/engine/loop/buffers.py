@@ -19,6 +19,7 @@ from torch import Tensor
 from unishard.checkpoint.export.sources import persistent_buffers
 from unishard.checkpoint.hashing import hash_of
 from unishard.contract.adapter import InferenceAdapter
+from unishard.distributed import agreement
 from unishard.distributed.broadcast import broadcast, reduce, wide
 from unishard.distributed.shards import flat
 from unishard.engine.loop.call_order import CallOrder
@@ -116,7 +117,7 @@ class Buffers:
             return Merged({}, {}, {})
         self._order.check_now(call, ", buffers")
         with self._order.awaiting():
-            different = {*_different(held, self._adapter.device), *self._bases}
+            different = {*_different(held), *self._bases}
             self._report(different)
             values = {name: _copy(held[name]) for name in held if name in different}
             for name, base in self._bases.items():
@@ -191,11 +192,8 @@ def _copy(buffer: Tensor) -> Tensor:
     return flat(buffer).clone().view(buffer.shape)
 
 
-def _different(buffers: Mapping[str, Tensor], device: torch.device) -> list[str]:
+def _different(buffers: Mapping[str, Tensor]) -> list[str]:
     """Names of those of which the ranks hold different bits, the same on every rank. Collective."""
-    hashes = [hash_of(buffer) for buffer in buffers.values()]
-    mine = torch.tensor([value - 2**64 if value >> 63 else value for value in hashes], dtype=torch.int64, device=device)
-    largest = torch.stack((mine, ~mine))  # the largest complement is that of the smallest
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    high, low = largest.tolist()
-    return [name for name, most, least in zip(buffers, high, low, strict=True) if most != ~least]
+    names, hashes = [*buffers], [hash_of(buffer) for buffer in buffers.values()]
+    differing = agreement.differing([value - 2**64 if value >> 63 else value for value in hashes])
+    return [names[place] for place in differing]

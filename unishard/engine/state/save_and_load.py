@@ -18,7 +18,7 @@ from unishard.checkpoint.files import path_of
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.saving import Retention, save, without_collections
 from unishard.contract.results import Resumed
-from unishard.distributed import process_group
+from unishard.distributed import agreement, process_group
 from unishard.distributed.interrupts import deferred
 from unishard.distributed.on_ranks import on_first, ranks_of
 from unishard.engine.state.autosave import EXIT_CODE, Autosave
@@ -314,9 +314,9 @@ def _require_same(metric: float | None, group: dist.ProcessGroup) -> None:
     Raises:
         RankMismatchError: They do not.
     """
-    everyone = list(map(repr, ranks_of(group).gather(metric)))
-    if len(set(everyone)) > 1:
-        values = ", ".join(f"rank {rank} has {each}" for rank, each in enumerate(everyone[:8]))
+    if not agreement.equal(metric, group):
+        everyone = ranks_of(group).gather(metric)
+        values = ", ".join(f"rank {rank} has {each!r}" for rank, each in enumerate(everyone[:8]))
         raise RankMismatchError(
             f"save: the ranks pass different metrics: {values}; pass the mean over the ranks, engine.mean(value)"
         )
