@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -20,12 +20,13 @@ from unishard.engine.guards.equal_weights import EqualWeights, computes_alike
 from unishard.engine.guards.foreign_backward import ForeignBackward
 from unishard.engine.guards.forward_gradients import ForwardGradients
 from unishard.engine.guards.freed_views import FreedViews
-from unishard.engine.guards.guard import Guard, Guards
+from unishard.engine.guards.guard import Guard, Guards, WatchedModule
 from unishard.engine.guards.guarded_module import GuardedModule
 from unishard.engine.guards.inference_mode import InferenceInForward
 from unishard.engine.guards.inplace_writes import InplaceWrites
 from unishard.engine.guards.late_unfreezing import LateUnfreezing
 from unishard.engine.guards.mixed_positions import MixedPositions
+from unishard.engine.guards.module_hooks import ModuleHooks
 from unishard.engine.guards.other_parameters import OtherParameters
 from unishard.engine.guards.parameter_writes import GatheredWrites, ParameterWrites
 from unishard.engine.guards.reached_parameters import ReachedParameters
@@ -69,11 +70,12 @@ def training_windows(
     plan: RunPlan,
     order: CallOrder,
     observers: Observers,
-    guards: Iterable[Guard],
+    guards: Sequence[Guard],
 ) -> Accumulation:
     """What runs accumulation windows."""
     own, groups = optimizer.scheduler, adapter.optimizer.param_groups
     schedule = Schedule(optimizer.schedule, groups) if own is None else TorchSchedule(own, groups)
+    hooks = [] if plan.guard.full_weights else [ModuleHooks(_watched_modules(adapter, plan), guards)]
     return Accumulation(
         plan.loop,
         LossScale(plan.model.precision),
@@ -88,7 +90,7 @@ def training_windows(
             order.wrote,
             whole=plan.guard.full_weights,
         ),
-        Guards(order, [*guards, EndedSchedule(schedule, order)]),
+        Guards(order, [*guards, *hooks, EndedSchedule(schedule, order)]),
         observers,
     )
 
@@ -128,22 +130,31 @@ def training_guards(
 
 def _of_shards(adapter: EngineAdapter, plan: RunPlan, order: CallOrder) -> list[Guard]:
     """Those where the module's own tensors are not the weights."""
-    module = adapter.module
-    eager = eager_modules(module)
-    ids = {id(part) for part in eager.values()}
-    units = {name: unit for name, unit in plan.model.casting.items() if id(unit) in ids}
-    inner = [*units.values(), *(unit.module for unit in adapter.gathered_modules() if unit.module is not module)]
-    classes = plan.model.classes
-    named = {f"{name} ({classes[name]})" if name else plan.model.name: part for name, part in eager.items()}
-    written = ParameterWrites(module, order)
+    written = ParameterWrites(adapter.module, order)
     return [
+        InferenceInForward(),
         written,
-        GatheredWrites(eager, written),
-        InplaceWrites(module, units, gathers=plan.guard.gathers),
-        CopiedContainers(named, order),
-        ForwardGradients(inner, order, adapter.gradients_in_forward),
-        InferenceInForward(inner),
-        FreedViews(named),
+        CopiedContainers(order),
+        InplaceWrites(gathers=plan.guard.gathers),
+        GatheredWrites(written),
+        ForwardGradients(order, adapter.gradients_in_forward),
+        FreedViews(),
+    ]
+
+
+def _watched_modules(adapter: EngineAdapter, plan: RunPlan) -> list[WatchedModule]:
+    """Those that are not compiled."""
+    units = {id(unit) for unit in plan.model.casting.values()}
+    gathered = units | {id(unit.module) for unit in adapter.gathered_modules() if unit.module is not adapter.module}
+    return [
+        WatchedModule(
+            part,
+            name,
+            f"{name} ({plan.model.classes[name]})" if name else plan.model.name,
+            is_unit=id(part) in units,
+            is_gathered=id(part) in gathered,
+        )
+        for name, part in eager_modules(adapter.module).items()
     ]
 
 

@@ -7,12 +7,12 @@ They are a list (`unishard.engine.assembly.training_guards`); the loop calls the
 | `unfit_loss` | a backward through nothing, or past the engine | always | attributes of a tensor |
 | `late_unfreezing` | a layer with gradients and without updates | closely | a walk over the parameters |
 | `added_modules` | a layer or a hook that no engine knows | closely | a walk over the modules |
-| `parameter_writes` | a weight that is written by hand and lost | always | versions; closely bits, by module hooks |
-| `inplace_writes` | gradients without an in-place operation | closely | hooks on each unit |
-| `copied_containers` | a list of the caller that gets no entries | closely | hooks on each module |
-| `forward_gradients` | an error about the storage of a tensor | closely | a hook on each unit |
-| `inference_mode` | an error about a tensor of inference mode, later | closely | hooks on each unit |
-| `freed_views` | a SIGSEGV | closely | a hook on each module |
+| `parameter_writes` | a weight that is written by hand and lost | always | versions; closely bits, by modules |
+| `inplace_writes` | gradients without an in-place operation | closely | versions, by modules |
+| `copied_containers` | a list of the caller that gets no entries | closely | the entries, by modules |
+| `forward_gradients` | an error about the storage of a tensor | closely | a hook on each tensor, by modules |
+| `inference_mode` | an error about a tensor of inference mode, later | closely | a flag, by modules |
+| `freed_views` | a SIGSEGV | closely | a walk over attributes, by modules |
 | `edited_gradients` | a clipping that one engine sees | always | versions of gradients; closely some elements |
 | `other_parameters` | weights that no update changes, or each rank its own | at updates | a walk over the graph |
 | `reached_parameters` | sums of gradients of different parameters, a hang | always | at updates a walk over the graph |
@@ -25,6 +25,8 @@ They are a list (`unishard.engine.assembly.training_guards`); the loop calls the
 | `mixed_positions` | a layer that sees a part of a sequence | first, and at updates | 3 to 4 forwards, later 2 |
 | `unweighed_loss` | a mean of uneven parts, or with padding | always | the last nodes of the graph of a loss |
 | `recomputed_attention` | attention over a part, in backward | always | an attribute |
+
+"By modules": `module_hooks` registers hooks on modules, once for all guards, and tells them.
 
 The last three are there with `parallel.sequence`.
 

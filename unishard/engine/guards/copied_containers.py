@@ -6,15 +6,10 @@ new container: `aux.append(loss)` or `skips.pop()` in a block then never reaches
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-from torch.utils.hooks import RemovableHandle
-
 from unishard.distributed.nested_tensors import values_in
-from unishard.engine.guards.guard import Guard, Looks, LoopState
+from unishard.engine.guards.guard import Guard, Looks, LoopState, WatchedModule
 from unishard.errors import ModelError
 
 
@@ -29,75 +24,45 @@ class CopiedContainers(Guard):
 
     looks = Looks.CLOSELY
 
-    def __init__(self, modules: Mapping[str, nn.Module], place: LoopState) -> None:
+    def __init__(self, place: LoopState) -> None:
         """Look at nothing yet.
 
         Args:
-            modules: All that are not compiled, by name and class.
             place: Where the loop is.
         """
-        self._modules = modules
+        self.always: set[str] = set()
         self._place = place
         self._passed: dict[str, list[Any]] = {}
         """The containers of the caller of each module that runs."""
         self._copies: dict[str, list[tuple[Any, Any]]] = {}
         """What it got in place of some of them, each with what it held then."""
-        self._hooks: list[RemovableHandle] = []
-        """On those that are looked at in every micro-batch."""
-        self._taking: set[str] = set()
-        """The modules that were seen to get containers."""
 
-    @contextmanager
-    def forward(self, inputs: Any) -> Iterator[None]:
-        """The block that runs a forward that is looked at.
+    def called(self, part: WatchedModule, args: Any, kwargs: Any) -> None:
+        """Keep what the caller passes."""
+        if self._place.inside_forward:  # not where a backward computes it again
+            self._passed[part.name] = _containers((*args, *kwargs.values()))
+            self.always.update([part.name] if self._passed[part.name] else [])
+
+    def entered(self, part: WatchedModule, args: Any, kwargs: Any) -> None:
+        """Keep what the module gets instead."""
+        passed = {id(each) for each in self._passed.pop(part.name, ())}
+        if self._place.inside_forward:
+            own = _containers((*args, *kwargs.values()))
+            self._copies[part.name] = [(each, _shallow(each)) for each in own if id(each) not in passed]
+
+    def left(self, part: WatchedModule, output: Any) -> None:
+        """Compare.
 
         Raises:
             ModelError: A copy was changed that is not returned.
         """
-        hooks = {name: self._watch(name, part) for name, part in self._modules.items() if name not in self._taking}
-        try:
-            yield
-        finally:
-            for name, handles in hooks.items():
-                if name in self._taking:
-                    self._hooks += handles
-                else:
-                    for hook in handles:
-                        hook.remove()
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _watch(self, name: str, watched: nn.Module) -> list[RemovableHandle]:
-        """Register hooks outside the engine's, and one inside them."""
-
-        def called(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._place.inside_forward:  # not where a backward computes it again
-                self._passed[name] = _containers((*args, *kwargs.values()))
-                self._taking.update([name] if self._passed[name] else [])
-
-        def entered(module: nn.Module, args: Any, kwargs: Any) -> None:
-            passed = {id(each) for each in self._passed.pop(name, ())}
-            if self._place.inside_forward:
-                own = _containers((*args, *kwargs.values()))
-                self._copies[name] = [(each, _shallow(each)) for each in own if id(each) not in passed]
-
-        def left(module: nn.Module, args: Any, output: Any) -> None:
-            changed = [each for each, before in self._copies.pop(name, ()) if _differ(each, before)]
-            if changed and not {id(each) for each in changed} & {id(each) for each in _containers(output)}:
-                raise ModelError(
-                    f"{name} changes a {type(changed[0]).__name__} that it is passed, as aux.append(x) or skips.pop() "
-                    "does, of which the engine has made a copy, so its caller would not see the change; return what it "
-                    "adds, and let the caller change its own"
-                )
-
-        return [
-            watched.register_forward_pre_hook(called, prepend=True, with_kwargs=True),
-            watched.register_forward_pre_hook(entered, with_kwargs=True),
-            watched.register_forward_hook(left, prepend=True),
-        ]
+        changed = [each for each, before in self._copies.pop(part.name, ()) if _differ(each, before)]
+        if changed and not {id(each) for each in changed} & {id(each) for each in _containers(output)}:
+            raise ModelError(
+                f"{part.title} changes a {type(changed[0]).__name__} that it is passed, as aux.append(x) or "
+                "skips.pop() does, of which the engine has made a copy, so its caller would not see the change; return "
+                "what it adds, and let the caller change its own"
+            )
 
 
 def _containers(value: Any) -> list[Any]:

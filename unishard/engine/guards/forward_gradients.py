@@ -4,14 +4,13 @@ not ready that frees parameters in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from unishard.distributed.nested_tensors import tensors_in
-from unishard.engine.guards.guard import Guard, Looks, LoopState
+from unishard.engine.guards.guard import Guard, Looks, LoopState, WatchedModule
 from unishard.engine.guards.tensor_marks import memory_of
 
 
@@ -24,36 +23,23 @@ class ForwardGradients(Guard):
 
     looks = Looks.CLOSELY
 
-    def __init__(self, modules: Iterable[nn.Module], place: LoopState, refuse: Callable[[], None]) -> None:
+    def __init__(self, place: LoopState, refuse: Callable[[], None]) -> None:
         """Look at nothing yet.
 
         Args:
-            modules: Those through which a forward may not compute gradients of its own.
             place: Where the loop is.
             refuse: Raises where that is so.
         """
-        self._modules = [*modules]
         self._place = place
         self._refuse = refuse
 
-    @contextmanager
-    def forward(self, inputs: Any) -> Iterator[None]:
-        """The block that runs a forward that is looked at.
+    def called(self, part: WatchedModule, args: Any, kwargs: Any) -> None:
+        """Watch the gradients of what a module gets that gathers.
 
         Raises:
             ContractError: The forward computes a gradient, where it cannot.
         """
-        hooks = [
-            module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True) for module in self._modules
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        for tensor in tensors_in((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)) if part.is_gathered else ():
             if tensor.requires_grad and memory_of(tensor) is None:  # inside torch.func.grad
                 self._refuse()
             elif tensor.requires_grad:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unishard.distributed.nested_tensors import values_in
-from unishard.engine.guards.guard import Guard, Looks
+from unishard.engine.guards.guard import Guard, Looks, WatchedModule
 from unishard.errors import ModelError
 
 _DEPTH = 3
@@ -52,33 +51,13 @@ class FreedViews(Guard):
 
     looks = Looks.CLOSELY
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        """Look at nothing yet.
-
-        Args:
-            modules: All that are not compiled, by name and class.
-        """
-        self._modules = modules
-
-    @contextmanager
-    def forward(self, inputs: Any) -> Iterator[None]:
-        """The block that runs a forward that is looked at."""
-        hooks = [part.register_forward_hook(self._marking(name)) for name, part in self._modules.items()]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _marking(self, name: str) -> Any:
-        def left(module: nn.Module, args: Any, output: Any) -> None:
-            own = [value for key, value in vars(module).items() if key not in _OF_TORCH]
-            for tensor in _held([own, output], _DEPTH):
-                if type(tensor) is Tensor and isinstance(tensor._base, nn.Parameter):
-                    tensor.__class__ = KeptView
-                    tensor.kept_by = name  # type: ignore[attr-defined]
-
-        return left
+    def returned(self, part: WatchedModule, output: Any) -> None:
+        """Mark them."""
+        own = [value for key, value in vars(part.module).items() if key not in _OF_TORCH]
+        for tensor in _held([own, output], _DEPTH):
+            if type(tensor) is Tensor and isinstance(tensor._base, nn.Parameter):
+                tensor.__class__ = KeptView
+                tensor.kept_by = part.title  # type: ignore[attr-defined]
 
 
 def _held(value: Any, depth: int) -> Iterator[Tensor]:

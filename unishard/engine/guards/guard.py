@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from unishard.failures.compared_call import ComparedCall
 from unishard.observe.listeners import Listeners
@@ -68,6 +68,19 @@ class LoopState(Protocol):
         ...
 
 
+class WatchedModule(NamedTuple):
+    """A module of which guards are told when a forward runs it."""
+
+    module: nn.Module
+    name: str
+    title: str
+    """`blocks.0 (Block)`."""
+    is_unit: bool
+    """Whether its parameters are gathered together."""
+    is_gathered: bool
+    """Whether it is a unit or another module inside the model that gathers when it is entered."""
+
+
 class Guard:
     """Finds one mistake that trains wrongly in silence, hangs, or ends in an error that misleads.
 
@@ -76,6 +89,8 @@ class Guard:
 
     looks = Looks.ALWAYS
     """When it does."""
+    always: Collection[str] = ()
+    """Names of modules of which it is told in every forward from now on, and not only where it is looked closely."""
 
     def before_forward(self) -> None:
         """A forward in training mode is about to begin. Before the ranks compare the call."""
@@ -83,6 +98,18 @@ class Guard:
     def forward(self, inputs: Any) -> AbstractContextManager[Any]:
         """The block that runs the model."""
         return nullcontext()
+
+    def called(self, part: WatchedModule, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A forward has called a module, whose parameters may not be gathered yet. May return other arguments."""
+
+    def entered(self, part: WatchedModule, args: Any, kwargs: Any) -> None:
+        """Its parameters are gathered, and its own forward is about to begin."""
+
+    def left(self, part: WatchedModule, output: Any) -> None:
+        """Its own forward has ended, and its parameters are still gathered."""
+
+    def returned(self, part: WatchedModule, output: Any) -> None:
+        """The engine is done with it; also after an error in it."""
 
     def after_forward(self) -> None:
         """The model has run."""
@@ -117,6 +144,10 @@ class Due(Listeners):
 
     before_forward: list[Callable[[], None]]
     forward: list[Callable[[Any], AbstractContextManager[Any]]]
+    called: list[Callable[[WatchedModule, Any, Any], tuple[Any, Any] | None]]
+    entered: list[Callable[[WatchedModule, Any, Any], None]]
+    left: list[Callable[[WatchedModule, Any], None]]
+    returned: list[Callable[[WatchedModule, Any], None]]
     after_forward: list[Callable[[], None]]
     before_backward: list[Callable[[Tensor, ComparedCall], None]]
     after_backward: list[Callable[[], None]]

@@ -6,7 +6,7 @@ inference mode can never be part of a graph again, so that the training after an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.distributed.nested_tensors import replace_tensors
-from unishard.engine.guards.guard import Guard, Looks
+from unishard.engine.guards.guard import Guard, Looks, WatchedModule
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -84,18 +84,24 @@ class InferenceInForward(Guard):
 
     looks = Looks.CLOSELY
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = [*modules]
+    def __init__(self) -> None:
+        self._open: list[ExitStack] = []
+        """Blocks of the modules that run."""
 
-    @contextmanager
-    def forward(self, inputs: Any) -> Iterator[None]:
-        """The block that runs a forward that is looked at."""
-        hooks = [hook for module in self._modules for hook in as_no_grad_in_forward(module)]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def called(self, part: WatchedModule, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Enter a block around a module that gathers."""
+        if not part.is_gathered:
+            return None
+        self._open.append(block := ExitStack())
+        if not torch.is_inference_mode_enabled():
+            return None
+        block.enter_context(as_no_grad())
+        return without_inference_tensors(args), without_inference_tensors(kwargs)
+
+    def returned(self, part: WatchedModule, output: Any) -> None:
+        """Leave it."""
+        if part.is_gathered and self._open:
+            self._open.pop().close()
 
 
 def without_inference_tensors(value: Any) -> Any:

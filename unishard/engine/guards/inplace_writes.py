@@ -7,16 +7,15 @@ output that is a view, and stage 3 of ZeRO trains with a gradient without the op
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from unishard.distributed.nested_tensors import tensors_in
-from unishard.engine.guards.guard import Guard, Looks
+from unishard.engine.guards.guard import Guard, Looks, WatchedModule
 from unishard.engine.guards.tensor_marks import memory_of, versions
 from unishard.errors import ModelError
 
@@ -36,15 +35,12 @@ class InplaceWrites(Guard):
 
     looks = Looks.CLOSELY
 
-    def __init__(self, root: nn.Module, units: Mapping[str, nn.Module], *, gathers: bool) -> None:
+    def __init__(self, *, gathers: bool) -> None:
         """Look at nothing yet.
 
         Args:
-            root: The model.
-            units: The modules whose parameters are gathered together, by name and class.
-            gathers: Whether their parameters are gathered for each forward and backward.
+            gathers: Whether the parameters of units are gathered for each forward and backward.
         """
-        self._root, self._units = root, units
         self._gathers = gathers
         self._inside: dict[str, _Versions] = {}
         """Inputs of the units that are running, or have raised an error."""
@@ -58,9 +54,6 @@ class InplaceWrites(Guard):
         Raises:
             ModelError: An input of a unit, or an output that is a view, was changed in place.
         """
-        hooks = [hook for name, unit in self._units.items() for hook in self._watch(name, unit)]
-        # Before the engine looks at an output that is a view: torch 2.13 ends in SIGSEGV if its base was changed.
-        hooks.append(self._root.register_forward_hook(lambda *forward: self._require_same_outputs(), prepend=True))
         try:
             yield
             self._require_same_outputs()
@@ -72,8 +65,6 @@ class InplaceWrites(Guard):
                 _changed_inside([*self._inside][-1]) if self._inside else _changed_outside(self._outputs[-1][0])
             ) from error
         finally:
-            for hook in hooks:
-                hook.remove()
             self._inside, self._outputs = {}, []
 
     def _require_same_outputs(self) -> None:
@@ -81,26 +72,27 @@ class InplaceWrites(Guard):
             if outputs.changed():
                 raise _changed_outside(name)
 
-    def _watch(self, name: str, unit: nn.Module) -> list[RemovableHandle]:
-        """Register hooks outside the engine's."""
+    def called(self, part: WatchedModule, args: Any, kwargs: Any) -> None:
+        """Keep the inputs of a unit."""
+        if part.is_unit:
+            self._inside[part.title] = _Versions(each for each in tensors_in((args, kwargs)) if each.requires_grad)
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._inside[name] = _Versions(each for each in tensors_in((args, kwargs)) if each.requires_grad)
+    def left(self, part: WatchedModule, output: Any) -> None:
+        """Compare them, and keep its outputs that are views.
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            inputs = self._inside.pop(name, _Versions(()))
-            if self._gathers and inputs.changed():
-                raise _changed_inside(name)
-            storages = [memory_of(tensor) for tensor in inputs.tensors]
-            if outputs := [
-                each for each in tensors_in(output) if each.requires_grad and _shares_memory(each, storages)
-            ]:
-                self._outputs.append((name, _Versions(outputs)))
-
-        return [
-            unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            unit.register_forward_hook(after, prepend=True),
-        ]
+        At the end of the model before the engine looks at an output that is a view: torch 2.13 ends in SIGSEGV if its
+        base was changed.
+        """
+        if not part.name:
+            self._require_same_outputs()
+        if not part.is_unit:
+            return
+        inputs = self._inside.pop(part.title, _Versions(()))
+        if self._gathers and inputs.changed():
+            raise _changed_inside(part.title)
+        storages = [memory_of(tensor) for tensor in inputs.tensors]
+        if outputs := [each for each in tensors_in(output) if each.requires_grad and _shares_memory(each, storages)]:
+            self._outputs.append((part.title, _Versions(outputs)))
 
 
 class _Versions:

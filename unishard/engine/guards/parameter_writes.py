@@ -15,15 +15,12 @@ gathered parameter outside that forward, and those to one that stage 3 of ZeRO h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from unishard.engine.guards.guard import Guard, Looks, LoopState
+from unishard.engine.guards.guard import Guard, Looks, LoopState, WatchedModule
 from unishard.engine.guards.tensor_marks import Mark, mark, versions
 from unishard.engine.optim.stepping import replaced
 from unishard.errors import ContractError
@@ -147,52 +144,41 @@ class GatheredWrites(Guard):
 
     looks = Looks.CLOSELY
 
-    def __init__(self, parts: Mapping[str, nn.Module], written: ParameterWrites) -> None:
+    def __init__(self, written: ParameterWrites) -> None:
         """Look at nothing yet.
 
         Args:
-            parts: The modules by name.
             written: Is told what each parameter was and what it is.
         """
-        self._parts, self._written = parts, written
-        self._running: dict[int, dict[str, Mark]] = {}
-        """By the id of each module that runs what came with it."""
+        self._written = written
+        self._running: dict[str, dict[str, Mark]] = {}
+        """By module that runs what came with it."""
         self._there: set[int] = set()
         """The ids of all that."""
         self._seen: set[str] = set()
         """The names of what was gathered."""
 
-    @contextmanager
-    def forward(self, inputs: Any) -> Iterator[None]:
-        """The block that runs a forward that is looked at."""
-        hooks = [hook for name, part in self._parts.items() for hook in self._around(name, part)]
-        try:
-            yield
-        finally:
-            self._running, self._there = {}, set()
-            for hook in hooks:
-                hook.remove()
+    def forget(self) -> None:
+        """Forget what a forward has left that ended in an error."""
+        self._running, self._there = {}, set()
 
-    def _around(self, name: str, part: nn.Module) -> Iterator[RemovableHandle]:
-        """Register hooks between those of the engine, which gather and release."""
-        yield part.register_forward_pre_hook(lambda module, args: self._enter(name, module))
-        yield part.register_forward_hook(lambda module, args, output: self._leave(module), prepend=True)
-
-    def _enter(self, prefix: str, module: nn.Module) -> None:
+    def entered(self, part: WatchedModule, args: Any, kwargs: Any) -> None:
+        """Remember what came with a module."""
         empty = self._written.empty
-        marks = self._running[id(module)] = {}
-        for name, tensor in module.named_parameters(prefix):
+        marks = self._running[part.name] = {}
+        for name, tensor in part.module.named_parameters(part.name):
             if ".parametrizations." in name:
                 self._written.parametrized.add(id(tensor))
-            own = name.rpartition(".")[0] == prefix
+            own = name.rpartition(".")[0] == part.name
             # What is empty at rest is gathered by now if it is the module's own; others may be on their way.
             here = own if empty.get(id(tensor)) else id(tensor) not in empty
             if here and tensor.numel() and id(tensor) not in self._there:
                 marks[name] = mark(tensor, memory=True)
         self._there.update(id(each.tensor) for each in marks.values())
 
-    def _leave(self, module: nn.Module) -> None:
-        for name, was in self._running.pop(id(module), {}).items():
+    def left(self, part: WatchedModule, output: Any) -> None:
+        """Compare with it, before it goes."""
+        for name, was in self._running.pop(part.name, {}).items():
             self._there.discard(id(was.tensor))
             self._written.compare(name, was, mark(was.tensor, memory=True))
             if name not in self._seen:
