@@ -57,7 +57,7 @@ def one_batch_more(engine, rank, batch):
 def other_window(engine, rank, batch):
     """Loops without `batches`, in which one rank starts in the middle of a window."""
     if rank == 0:
-        engine._order.window = 2
+        engine._order.place.window = 2
     engine.backward(engine(**batch).loss)
     engine.step()
 

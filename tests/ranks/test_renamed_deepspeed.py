@@ -18,9 +18,9 @@ from torch.nn import functional
 
 import unishard
 from unishard.contract import registry
-from unishard.engine.loop.phase import Phase
 from unishard.engine.model.shape import shape_of
 from unishard.engine.model.units import units_of
+from unishard.engine.place import Phase
 from unishard.failures import lifetime
 from unishard.testing.models import MlpOutput
 from unishard_deepspeed.private import PRIVATE_API
@@ -274,7 +274,7 @@ def call(case):
     said = {}
     with prepared(strategy, precision) as engine:
         for name in (*PRIVATE_API[case].names, None):
-            if engine._order.phase is not Phase.BACKWARD_DONE:
+            if engine._order.place.phase is not Phase.BACKWARD_DONE:
                 loss = engine(torch.ones(4, 7)).loss
                 engine.backward(loss, num_items=4) if case.startswith("divisor") else engine.backward(loss)
             if name is None:

@@ -38,28 +38,24 @@ from unishard.engine.guards.unweighed_loss import UnweighedLoss
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.evaluation import Evaluation
+from unishard.engine.loop.rank_calls import RankCalls
 from unishard.engine.loop.trainable import Trainable
 from unishard.engine.model.compilation import eager_modules
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.optimizer_calls import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.torch_schedule import TorchSchedule
+from unishard.engine.place import Place
 from unishard.observe.observer import Observers
 from unishard.sequence.split_sequences import SplitSequences
 
 
 def order_of_calls(adapter: InferenceAdapter, plan: RunPlan) -> CallOrder:
     """The position in the loop, and what compares the ranks' calls. Collective."""
-    order = CallOrder(
-        adapter.module,
-        adapter.device,
-        backward_calls=plan.loop.backward_calls,
-        window=plan.loop.gradient_accumulation_steps,
-        seed=plan.loop.seed,
-        precision=plan.model.precision,
-        communication=plan.guard.communication,
-    )
-    if adapter.forward_is_collective and order.compares_ranks and plan.guard.shards:
+    place = Place(adapter.module, plan.loop)
+    ranks = RankCalls(adapter.module, adapter.device, place, plan.guard.communication)
+    order = CallOrder(adapter.module, place, ranks, plan.model.precision)
+    if adapter.forward_is_collective and order.ranks.compared and plan.guard.shards:
         watch_modules(order, {**plan.model.casting, **named_with_class(adapter.gathered_modules())})
     return order
 
@@ -87,10 +83,10 @@ def training_windows(
             optimizer.optimizer or adapter.torch_optimizer,
             plan.model.name,
             order.require_no_gradients,
-            order.wrote,
+            order.place.wrote,
             whole=plan.guard.full_weights,
         ),
-        Guards(order, [*guards, *hooks, EndedSchedule(schedule, order)]),
+        Guards(order.place, [*guards, *hooks, EndedSchedule(schedule, order.place)]),
         observers,
     )
 
@@ -105,39 +101,39 @@ def training_guards(
     sequences: SplitSequences | None,
 ) -> list[Guard]:
     """The guards of a training loop, in the order in which they look. Collective."""
-    module, full = adapter.module, plan.guard.full_weights
+    module, place, full = adapter.module, order.place, plan.guard.full_weights
     packages = {"torch", "unishard", type(adapter).__module__.partition(".")[0], *plan.backend.requires}
     guards: list[Guard] = [
         UnfitLoss(),
         LateUnfreezing(module, trainable.prepared),
-        AddedModules(module, packages, order),
+        AddedModules(module, packages, place),
         *([] if full else _of_shards(adapter, plan, order)),
-        EditedGradients(module, shown, order),
+        EditedGradients(module, shown, place),
         OtherParameters(adapter),
-        ReachedParameters(adapter, order, plan.model.classes),
         DividedLoss(plan.loop.gradient_accumulation_steps, plan.loop.backward_calls),
-        ForeignBackward(adapter, order),
+        ForeignBackward(adapter, order.blocks),
         SkippedUpdates(),
         unshared_data,
         *([] if sequences is None else _of_sequences(adapter, sequences, order)),
     ]
-    if order.compares_ranks:
-        guards.append(EqualOptions(lambda: adapter.optimizer.param_groups, order))
+    if order.ranks.compared:
+        guards.append(ReachedParameters(adapter, place, plan.model.classes))
+        guards.append(EqualOptions(lambda: adapter.optimizer.param_groups, place))
         if full and computes_alike(adapter.device):
-            guards.append(EqualWeights(module, order))
+            guards.append(EqualWeights(module, place))
     return guards
 
 
 def _of_shards(adapter: EngineAdapter, plan: RunPlan, order: CallOrder) -> list[Guard]:
     """Those where the module's own tensors are not the weights."""
-    written = ParameterWrites(adapter.module, order)
+    written = ParameterWrites(adapter.module, order.place)
     return [
         InferenceInForward(),
         written,
-        CopiedContainers(order),
+        CopiedContainers(order.blocks),
         InplaceWrites(gathers=plan.guard.gathers),
         GatheredWrites(written),
-        ForwardGradients(order, adapter.gradients_in_forward),
+        ForwardGradients(order.blocks, adapter.gradients_in_forward),
         FreedViews(),
     ]
 
@@ -160,7 +156,8 @@ def _watched_modules(adapter: EngineAdapter, plan: RunPlan) -> list[WatchedModul
 
 def _of_sequences(adapter: EngineAdapter, sequences: SplitSequences, order: CallOrder) -> list[Guard]:
     """Those where each rank has a part of a sequence."""
-    return [MixedPositions(adapter, sequences, order), UnweighedLoss(sequences), RecomputedAttention(sequences)]
+    mixed = MixedPositions(adapter, sequences, order.place, order.blocks)
+    return [mixed, UnweighedLoss(sequences), RecomputedAttention(sequences)]
 
 
 def guarded_module(adapter: InferenceAdapter, plan: RunPlan, order: CallOrder, evaluation: Evaluation) -> GuardedModule:

@@ -33,12 +33,12 @@ from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.evaluation import Evaluation
 from unishard.engine.loop.passes import Passes
-from unishard.engine.loop.phase import Phase
 from unishard.engine.loop.routed_calls import RoutedCalls
 from unishard.engine.loop.trainable import Trainable
 from unishard.engine.observers import observers_of
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.other_names import OtherNames
+from unishard.engine.place import Phase
 from unishard.engine.process import Process
 from unishard.engine.state.named_parameters import NamedParameters
 from unishard.engine.state.run import Run
@@ -75,7 +75,7 @@ class Engine(OtherNames, Process):
         self._order = order = order_of_calls(adapter, plan)
         self._observers = Observers()
         if training is not None:
-            self._observers = observers_of(plan.observe, training, order, ExpectedMemory(plan.memory))
+            self._observers = observers_of(plan.observe, training, order.place, ExpectedMemory(plan.memory))
         self._buffers = Buffers(plan.loop.buffers, adapter, order)
         self._evaluation = Evaluation(adapter, order, self._buffers, sequences, trains=training is not None)
         self._batching = Batching(
@@ -89,7 +89,7 @@ class Engine(OtherNames, Process):
             self._observers,
             warn,
         )
-        self._unshared_data = UnsharedData(lambda: self._batching.training.open, order, warn)
+        self._unshared_data = UnsharedData(lambda: self._batching.training.open, order.place, warn)
         trainable, tensors = Trainable(module), StateTensors(adapter, training)
         self._accumulation: Accumulation | None = None
         shown: Shown = {}
@@ -117,7 +117,7 @@ class Engine(OtherNames, Process):
         )
         self._guarded = guarded_module(adapter, plan, order, self._evaluation)
         whole = None if sequences is None else WholeCalls(self, sequences, adapter.device)
-        self._routed = RoutedCalls(module, order, whole or self, self.generate)
+        self._routed = RoutedCalls(module, order.blocks, whole or self, self.generate)
         parameters = NamedParameters(adapter, order, tensors)
         self._weights = Weights(adapter, order, parameters, tensors, trainable, self._buffers, self._accumulation)
         self._gradients = Gradients(
@@ -142,8 +142,8 @@ class Engine(OtherNames, Process):
             if self._adapter.device.type != "cpu":  # there, nothing is elsewhere
                 args, kwargs = to_device((args, kwargs), self._adapter.device)
             self._buffers.stale = self._buffers.stale or self.module.training
-            if self._order.frozen:  # not through the adapter, whose wrapper would expect gradients
-                self._order.check_sampled("forward", ", frozen")
+            if self._order.blocks.frozen:  # not through the adapter, whose wrapper would expect gradients
+                self._order.ranks.check_sampled("forward", ", frozen")
                 with self._order.forwarding():
                     return self.module(*args, **kwargs)
             if self._accumulation is None or not self.module.training:
@@ -199,7 +199,7 @@ class Engine(OtherNames, Process):
             SystemExit: On every rank, with code 85: a signal of `checkpoint.on_signal` arrived, and the run is saved.
         """
         step = self._training("step").step(clip_grad_norm)
-        if not self._order.micro_batch:
+        if not self._order.place.micro_batch:
             self._checkpoints.save_if_due()
         return step
 
@@ -211,7 +211,7 @@ class Engine(OtherNames, Process):
         elsewhere it does nothing.
         """
         self._order.require_open("discard")
-        self._order.check_now("discard")
+        self._order.ranks.check_now("discard")
         if self._accumulation is not None:
             self._accumulation.discard()
 
@@ -290,9 +290,9 @@ class Engine(OtherNames, Process):
         """
         self._order.require_open("mean")
         check_number("mean", "value", value)
-        self._order.check_now("mean")
+        self._order.ranks.check_now("mean")
         total = torch.as_tensor(value, dtype=torch.float32, device=self.device).detach().reshape(()).clone()
-        with self._order.awaiting():
+        with self._order.ranks.awaiting():
             dist.all_reduce(total)
             return float(total.item() / dist.get_world_size())
 
@@ -545,7 +545,7 @@ class Engine(OtherNames, Process):
         self._close(error)
 
     def _close(self, why: BaseException | None) -> None:
-        if self._order.phase is Phase.CLOSED or lifetime.is_forked():
+        if self._order.place.phase is Phase.CLOSED or lifetime.is_forked():
             return
         # From the script, outside the engine's calls.
         if why is not None and (note := explain_sharded_read(self._adapter, why) or self._evaluation.explain(why)):
@@ -578,5 +578,5 @@ class EngineInMode(Engine):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._accumulation is None or error is not None:
             self._close(error)
-        elif self._order.phase is not Phase.CLOSED:
+        elif self._order.place.phase is not Phase.CLOSED:
             self.train(self._before)

@@ -34,7 +34,8 @@ def watch_modules(order: CallOrder, units: Mapping[str, nn.Module]) -> None:
 
 def _hook(order: CallOrder, name: str, unit: nn.Module) -> Any:
     def enter(module: nn.Module, args: Any) -> None:
-        if module is unit:  # not a copy of the model, for example one with averaged weights
-            order.enter_module(name)
+        # Not a copy of the model, for example one with averaged weights, and not where a backward computes it again.
+        if module is unit and order.blocks.forward:
+            order.ranks.enter_module(name)
 
     return torch.compiler.disable(enter)  # type: ignore[no-untyped-call]

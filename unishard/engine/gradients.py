@@ -10,8 +10,8 @@ from unishard.engine.entering import entered
 from unishard.engine.guards.edited_gradients import Shown
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.call_order import CallOrder
-from unishard.engine.loop.phase import Phase
 from unishard.engine.optim.loss_scale import LossScale
+from unishard.engine.place import Phase
 from unishard.engine.state.named_parameters import NamedParameters, from_first_rank
 from unishard.engine.state.tensors import StateTensors
 from unishard.engine.training_only import require_training
@@ -104,7 +104,7 @@ class Gradients:
         """
         training = self._training("gradients.norms")
         self._order.require("gradients.norms")
-        self._order.check_now("gradients.norms")
+        self._order.ranks.check_now("gradients.norms")
         divisor = self._finish("gradients.norms", training)
         norms = shard_norms(self._shards(training), training.adapter.device)
         return {name: norm / divisor for name, norm in norms.items()}
@@ -123,7 +123,7 @@ class Gradients:
         """
         training = self._training("gradients.norm")
         self._order.require("gradients.norm")
-        self._order.check_sampled("gradients.norm")
+        self._order.ranks.check_sampled("gradients.norm")
         divisor = self._finish("gradients.norm", training)
         norm = training.adapter.grad_norm()
         if norm is None:
@@ -161,7 +161,7 @@ class Gradients:
 
     def _show(self, parameter: nn.Parameter) -> Tensor | None:
         """What a script sees as `parameter.grad`; an edit of it is refused in the step."""
-        if not (parameter.requires_grad and self._order.phase is Phase.BACKWARD_DONE and self._order.last):
+        if not (parameter.requires_grad and self._order.place.phase is Phase.BACKWARD_DONE and self._order.place.last):
             return None
         shown = self._shown
         if parameter not in shown:

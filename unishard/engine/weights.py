@@ -138,7 +138,7 @@ class Weights:
             raise ContractError(f"{call}: names were added to or removed from the dict; only edit its tensors")
         edited = {parameter: name for name, parameter in parameters.items() if tensors[name] is not full[parameter]}
         names_of = {parameter: name for name, parameter in parameters.items()} | edited
-        self._order.check_now(call, ", writing back")
+        self._order.ranks.check_now(call, ", writing back")
         with torch.no_grad():
             for parameter, name in names_of.items():
                 self._parameters.replace(call, name, parameter, tensors[name])
@@ -173,7 +173,7 @@ class Weights:
             Norms by name, fp32 accuracy, the same on every rank; a tied parameter under its first name.
         """
         self._order.require_open("weights.norms")
-        self._order.check_now("weights.norms")
+        self._order.ranks.check_now("weights.norms")
         return shard_norms(
             {name: self._adapter.master_shard(parameter) for name, parameter in self._tensors.each()}, self._device
         )
@@ -198,7 +198,7 @@ class Weights:
         """
         self._order.require_open("weights.state_dict")
         _require_dtype("weights.state_dict", dtype)
-        self._order.check_now("weights.state_dict", f", {dtype}, all_ranks={all_ranks}")
+        self._order.ranks.check_now("weights.state_dict", f", {dtype}, all_ranks={all_ranks}")
         keeps, tensors = all_ranks or dist.get_rank() == 0, dict[str, Tensor]()
         for name, full in self._in_buckets(dtype, merged=False, names="model", bucket_bytes=_BUCKET):
             if keeps:
@@ -223,7 +223,7 @@ class Weights:
         """
         call = "weights.load"
         self._order.require(call)
-        self._order.check_now(call, f", strict={strict}")
+        self._order.ranks.check_now(call, f", strict={strict}")
         source = path_of(source, call) if isinstance(source, str | Path) else source
         shapes: dict[str, torch.Size] = {
             name: self._adapter.master_shard(parameter).shape for name, parameter in self._tensors.named.items()
@@ -279,7 +279,7 @@ class Weights:
     def _stream(
         self, dtype: str | None, merged: bool, names: Naming, bucket_bytes: int
     ) -> Iterator[tuple[str, Tensor]]:
-        self._order.check_now("weights.stream", f", {dtype}, merged={merged}, {names}, {bucket_bytes}")
+        self._order.ranks.check_now("weights.stream", f", {dtype}, merged={merged}, {names}, {bucket_bytes}")
         yield from self._in_buckets(dtype, merged, names, bucket_bytes)
 
     @torch.no_grad()
@@ -310,7 +310,7 @@ class Weights:
         """
         training = require_training(self._accumulation, self._order, "weights.set_trainable")
         self._order.require("weights.set_trainable")
-        self._order.check_now("weights.set_trainable")
+        self._order.ranks.check_now("weights.set_trainable")
         training.adapter.set_trainable(self._trainable.choose(names, trainable), trainable)
 
     @without_inference_mode
@@ -322,12 +322,8 @@ class Weights:
         Keep its `backward` inside the block too, because activation checkpointing recomputes the forward there.
         """
         self._order.require("weights.frozen")
-        was, self._order.frozen = self._order.frozen, True
-        try:
-            with self._adapter.frozen():
-                yield
-        finally:
-            self._order.frozen = was
+        with self._order.blocks.inside("frozen"), self._adapter.frozen():
+            yield
 
     def average(self, decay: float = 0.999) -> MovingAverage:
         """Keep an exponential moving average of the weights that train, from now on. Collective.

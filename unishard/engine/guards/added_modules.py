@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from unishard.engine.guards.guard import Guard, Looks, LoopState
+from unishard.engine.guards.guard import Guard, Looks
+from unishard.engine.place import Place
 from unishard.errors import ContractError
 
 
@@ -20,7 +21,7 @@ class AddedModules(Guard):
 
     looks = Looks.CLOSELY
 
-    def __init__(self, model: nn.Module, packages: Collection[str], place: LoopState) -> None:
+    def __init__(self, model: nn.Module, packages: Collection[str], place: Place) -> None:
         """Remember the modules, and their parameters with their hooks.
 
         Args:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from unishard.distributed.nested_tensors import values_in
-from unishard.engine.guards.guard import Guard, Looks, LoopState, WatchedModule
+from unishard.engine.guards.guard import Guard, Looks, WatchedModule
+from unishard.engine.open_blocks import OpenBlocks
 from unishard.errors import ModelError
 
 
@@ -24,14 +25,14 @@ class CopiedContainers(Guard):
 
     looks = Looks.CLOSELY
 
-    def __init__(self, place: LoopState) -> None:
+    def __init__(self, blocks: OpenBlocks) -> None:
         """Look at nothing yet.
 
         Args:
-            place: Where the loop is.
+            blocks: Those in which the run is.
         """
         self.always: set[str] = set()
-        self._place = place
+        self._blocks = blocks
         self._passed: dict[str, list[Any]] = {}
         """The containers of the caller of each module that runs."""
         self._copies: dict[str, list[tuple[Any, Any]]] = {}
@@ -39,14 +40,14 @@ class CopiedContainers(Guard):
 
     def called(self, part: WatchedModule, args: Any, kwargs: Any) -> None:
         """Keep what the caller passes."""
-        if self._place.inside_forward:  # not where a backward computes it again
+        if self._blocks.forward:  # not where a backward computes it again
             self._passed[part.name] = _containers((*args, *kwargs.values()))
             self.always.update([part.name] if self._passed[part.name] else [])
 
     def entered(self, part: WatchedModule, args: Any, kwargs: Any) -> None:
         """Keep what the module gets instead."""
         passed = {id(each) for each in self._passed.pop(part.name, ())}
-        if self._place.inside_forward:
+        if self._blocks.forward:
             own = _containers((*args, *kwargs.values()))
             self._copies[part.name] = [(each, _shallow(each)) for each in own if id(each) not in passed]
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from unishard.distributed import agreement
 from unishard.distributed.host_read import HostRead
-from unishard.engine.guards.guard import Guard, LoopState
+from unishard.engine.guards.guard import Guard
 from unishard.engine.guards.tensor_marks import sum_of_bits
+from unishard.engine.place import Place
 from unishard.failures.collective_check import samples
 from unishard.failures.compared_call import ComparedCall
 
@@ -29,7 +30,7 @@ class EqualWeights(Guard):
     Without it: a weight that is written on one rank only lets the ranks train different models.
     """
 
-    def __init__(self, module: nn.Module, place: LoopState) -> None:
+    def __init__(self, module: nn.Module, place: Place) -> None:
         """Start after `prepare`.
 
         Args:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.private_api import CORE_PRIVATE_API
-from unishard.engine.guards.guard import Guard, LoopState
+from unishard.engine.guards.guard import Guard
+from unishard.engine.open_blocks import OpenBlocks
 from unishard.errors import ContractError
 
 _PRIVATE = CORE_PRIVATE_API["foreign-backward"]
@@ -19,19 +20,19 @@ class ForeignBackward(Guard):
     Without it: gradients are mixed, or not reduced, and the model trains on in silence.
     """
 
-    def __init__(self, adapter: EngineAdapter, place: LoopState) -> None:
+    def __init__(self, adapter: EngineAdapter, blocks: OpenBlocks) -> None:
         """Look at the gradients of all outputs.
 
         Args:
             adapter: The model.
-            place: Where the loop is.
+            blocks: Those in which the run is.
         """
         self._adapter = adapter
-        self._place = place
+        self._blocks = blocks
         adapter.on_gradient = self._on_gradient
 
     def _on_gradient(self, gradient: Tensor) -> None:
-        if self._place.inside_backward:
+        if self._blocks.backward:
             return
         if any(_will_accumulate(leaf) for leaf in self._adapter.leaves().values() if leaf.requires_grad):
             raise ContractError(

@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from unishard.distributed.nested_tensors import tensors_in
-from unishard.engine.guards.guard import Guard, Looks, LoopState, WatchedModule
+from unishard.engine.guards.guard import Guard, Looks, WatchedModule
 from unishard.engine.guards.tensor_marks import memory_of
+from unishard.engine.open_blocks import OpenBlocks
 
 
 class ForwardGradients(Guard):
@@ -23,14 +24,14 @@ class ForwardGradients(Guard):
 
     looks = Looks.CLOSELY
 
-    def __init__(self, place: LoopState, refuse: Callable[[], None]) -> None:
+    def __init__(self, blocks: OpenBlocks, refuse: Callable[[], None]) -> None:
         """Look at nothing yet.
 
         Args:
-            place: Where the loop is.
+            blocks: Those in which the run is.
             refuse: Raises where that is so.
         """
-        self._place = place
+        self._blocks = blocks
         self._refuse = refuse
 
     def called(self, part: WatchedModule, args: Any, kwargs: Any) -> None:
@@ -46,5 +47,5 @@ class ForwardGradients(Guard):
                 tensor.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, gradient: Tensor) -> None:
-        if self._place.inside_forward:
+        if self._blocks.forward:
             self._refuse()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from unishard.engine.place import Place
 from unishard.failures.compared_call import ComparedCall
 from unishard.observe.listeners import Listeners
 
@@ -22,50 +23,6 @@ class Looks(IntEnum):
     """In the updates that `Sampling` chooses."""
     CLOSELY = 2
     """In the micro-batches that `Sampling` chooses: it waits for the device, or has a hook on each module."""
-
-
-class LoopState(Protocol):
-    """What guards read of the loop: where it is."""
-
-    updates: int
-    """Accumulation windows that have ended."""
-    micro_batch: int
-    """Micro-batches of the current window that are done."""
-    writes: int
-    """How often the engine itself has written weights other than by an update."""
-    gathered: bool
-    """Whether the engine may have put other tensors in the place of parameters."""
-    inside_backward: bool
-    """Whether the engine's own backward runs."""
-    looks_at_update: bool
-    """Whether `Sampling` has chosen the current update."""
-    unsharded: bool
-    """Whether the script uses full weights, in a block of `engine.weights.unsharded`."""
-
-    @property
-    def looks(self) -> bool:
-        """Whether it has chosen the current micro-batch."""
-        ...
-
-    @property
-    def begins_window(self) -> bool:
-        """Whether the next forward is the first of its window."""
-        ...
-
-    @property
-    def last(self) -> bool:
-        """Whether the current micro-batch is the last of its window."""
-        ...
-
-    @property
-    def inside_forward(self) -> bool:
-        """Whether the engine runs the model."""
-        ...
-
-    @property
-    def compares_ranks(self) -> bool:
-        """Whether there are other ranks to compare with."""
-        ...
 
 
 class WatchedModule(NamedTuple):
@@ -174,7 +131,7 @@ def _together(blocks: Iterable[Callable[[Any], AbstractContextManager[Any]]], in
 class Guards:
     """The guards of a training loop."""
 
-    def __init__(self, place: LoopState, guards: Iterable[Guard]) -> None:
+    def __init__(self, place: Place, guards: Iterable[Guard]) -> None:
         """Begin to look.
 
         Args:

@@ -7,8 +7,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from unishard.contract.adapter import EngineAdapter
-from unishard.engine.guards.guard import Guard, LoopState
+from unishard.engine.guards.guard import Guard
 from unishard.engine.guards.perturbed_weights import perturbed_weights
+from unishard.engine.open_blocks import OpenBlocks
+from unishard.engine.place import Place
 from unishard.sequence.split_sequences import SplitSequences
 
 _APART = 8
@@ -26,8 +28,8 @@ class MixedPositions(Guard):
     silence.
     """
 
-    def __init__(self, adapter: EngineAdapter, sequences: SplitSequences, place: LoopState) -> None:
-        self._adapter, self._sequences, self._place = adapter, sequences, place
+    def __init__(self, adapter: EngineAdapter, sequences: SplitSequences, place: Place, blocks: OpenBlocks) -> None:
+        self._adapter, self._sequences, self._place, self._blocks = adapter, sequences, place, blocks
         self._proved = self._due = False
         self._next = 0
         """The number of updates before which it does not look again."""
@@ -43,7 +45,7 @@ class MixedPositions(Guard):
     def forward(self, inputs: Any) -> Iterator[None]:
         """Prove it, where it is due."""
         if self._due:
-            with nullcontext() if self._proved else perturbed_weights(self._adapter, self._place):
+            with nullcontext() if self._proved else perturbed_weights(self._adapter, self._place, self._blocks):
                 self._sequences.prove(self._adapter.forward, *inputs, again=self._proved)
             self._proved = True
         yield

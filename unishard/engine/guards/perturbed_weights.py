@@ -10,7 +10,8 @@ from torch import Tensor
 
 from unishard.contract.adapter import EngineAdapter
 from unishard.distributed.shards import Shard
-from unishard.engine.guards.guard import LoopState
+from unishard.engine.open_blocks import OpenBlocks
+from unishard.engine.place import Place
 from unishard.errors import BackendError, CheckpointError
 from unishard.failures.endings import is_lost_connection
 
@@ -21,14 +22,14 @@ _TINY, _MORE, _SOME = 1e-2, 0.1, 0.02
 
 
 @contextmanager
-def perturbed_weights(adapter: EngineAdapter, place: LoopState) -> Iterator[None]:
+def perturbed_weights(adapter: EngineAdapter, place: Place, blocks: OpenBlocks) -> Iterator[None]:
     """A block in which something is added to each weight that trains. Collective.
 
     The same on all ranks that hold a weight. At its end all are as before, bit for bit; until then a copy of this
     rank's shards is kept, which is no larger than their gradients. Where weights are in files, or unsharded by the
     script, they stay as they are.
     """
-    if place.unsharded:
+    if blocks.unsharded:
         yield
         return
     try:
@@ -52,9 +53,9 @@ def perturbed_weights(adapter: EngineAdapter, place: LoopState) -> Iterator[None
 
 
 @torch.no_grad()
-def _write(adapter: EngineAdapter, place: LoopState, shards: list[Shard], values: list[Tensor]) -> None:
+def _write(adapter: EngineAdapter, place: Place, shards: list[Shard], values: list[Tensor]) -> None:
     adapter.reshard_all()
-    place.writes += 1
+    place.wrote()
     for shard, value in zip(shards, values, strict=True):
         shard.values.copy_(value)
     adapter.weights_written()

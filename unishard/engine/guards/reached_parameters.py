@@ -13,7 +13,8 @@ from torch import Tensor
 
 from unishard.contract.adapter import EngineAdapter
 from unishard.engine.guards.graph import leaves_of
-from unishard.engine.guards.guard import Guard, LoopState
+from unishard.engine.guards.guard import Guard
+from unishard.engine.place import Place
 from unishard.failures.compared_call import ComparedCall
 
 _NAMED = 8
@@ -27,7 +28,7 @@ class ReachedParameters(Guard):
     ranks wait for each other without end.
     """
 
-    def __init__(self, adapter: EngineAdapter, place: LoopState, classes: Mapping[str, str]) -> None:
+    def __init__(self, adapter: EngineAdapter, place: Place, classes: Mapping[str, str]) -> None:
         """Before the first window.
 
         Args:
@@ -44,7 +45,7 @@ class ReachedParameters(Guard):
 
     def before_backward(self, loss: Tensor, call: ComparedCall) -> None:
         """Add what will have no gradient after a backward that reduces."""
-        if not (self._place.looks_at_update and self._place.compares_ranks):
+        if not self._place.looks_at_update:
             return
         leaves = self._adapter.leaves()
         names = {id(leaves.get(name, each)): name for name, each in self._adapter.shared_parameters.items()}
@@ -57,7 +58,7 @@ class ReachedParameters(Guard):
 
     def before_step(self, call: ComparedCall) -> None:
         """Add what has no gradient at the end of a window."""
-        if call.last and self._place.compares_ranks:
+        if call.last:
             call.skipped = self._describe(self._adapter.without_gradient())
 
     def forget(self) -> None:

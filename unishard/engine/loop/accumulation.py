@@ -22,11 +22,11 @@ from unishard.distributed.host_read import HostRead
 from unishard.engine.guards.guard import Guards
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.loop.items import Items, LossKind
-from unishard.engine.loop.phase import Phase
 from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.optimizer_calls import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.torch_schedule import TorchSchedule
+from unishard.engine.place import Phase
 from unishard.errors import ContractError, NonFiniteError
 from unishard.failures.compared_call import ComparedCall
 from unishard.observe.observer import Observers
@@ -52,7 +52,7 @@ class Accumulation:
             training: The section.
             loss_scale: What the loss is multiplied by.
             adapter: The model.
-            order: The position in the loop.
+            order: Which calls are allowed, and where the loop is.
             schedule: What sets the learning rates.
             optimizer: What the user holds of the optimizer.
             guards: What finds mistakes that would train wrongly in silence.
@@ -62,7 +62,7 @@ class Accumulation:
         self._guards, self._due = guards, guards.now()
         self._training = training
         self.adapter = adapter
-        self._order = order
+        self._order, self._place = order, order.place
         self._items = Items()
         self._finished: float | None = None
         """The divisor of the gradients, once they are final in this window."""
@@ -75,6 +75,8 @@ class Accumulation:
         """The gradient norm of the last update, until it is known whether that was skipped; the schedule assumes that
         it was not."""
         optimizer.public.before_reading = self.resolve_pending
+        self.before_update: Callable[[], None] | None = None
+        """A check to make once, in the next forward; collective."""
         self.after_update: Callable[[], None] = _nothing
         """Called after each update that was not skipped."""
 
@@ -122,28 +124,29 @@ class Accumulation:
 
     def _count_without_step(self) -> None:
         """Count a micro-batch that has no step, in a window whose end the caller says: it was not the last."""
-        order = self._order
-        if order.pushed and order.phase is Phase.BACKWARD_DONE:
+        if self._place.pushed and self._place.phase is Phase.BACKWARD_DONE:
             for look in self._guards.all.before_finish:
                 look()
-            order.go_on()
+            self._order.require("go_on")
+            self._place.go_on()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch in training mode."""
-        order = self._order
+        order, place = self._order, self._place
         order.require("forward")
-        if order.pushed:
+        if place.pushed:
             self._count_without_step()
-        self.adapter.begin(last=order.last)
+        self.adapter.begin(last=place.last)
         self._due = guards = self._guards.now()
         for look in guards.before_forward:
             look()
-        order.compare(ComparedCall("forward"))
-        if order.before_update is not None:
-            order.run_before_update()
+        order.ranks.compare(ComparedCall("forward"))
+        if self.before_update is not None:
+            self.before_update()
+            self.before_update = None
         for begins in self.observers.on_forward:
             begins(args, kwargs)
-        order.begin_forward()
+        place.begin_forward()
         try:
             with order.forwarding(), guards.around((args, kwargs)):
                 output = self.adapter.forward(*args, **kwargs)
@@ -157,46 +160,42 @@ class Accumulation:
 
     def backward(self, loss: Tensor, num_items: int | Tensor | None, *, scaled: bool) -> None:
         """Run the backward of one micro-batch."""
-        order = self._order
-        call = ComparedCall("backward", _detail(num_items, scaled), order.last, num_items, scaled)
+        order, place = self._order, self._place
+        call = ComparedCall("backward", _detail(num_items, scaled), place.last, num_items, scaled)
         order.require("backward")
         for look in self._due.before_backward:
             look(loss, call)
-        order.compare(call)
+        order.ranks.compare(call)
         kind = LossKind.SCALED if scaled else LossKind.COUNTED if num_items is not None else LossKind.MEAN
-        begins = order.calls == 0
+        begins = place.calls == 0
         self._items.add(num_items, kind, begins=begins, last=call.last)
         # The parts of a loss add up, and the scaled losses of a window to one mean: the first stands for all.
-        counted = int(begins and not (scaled and order.micro_batch)) if num_items is None else num_items
+        counted = int(begins and not (scaled and place.micro_batch)) if num_items is None else num_items
         for tell in self.observers.on_loss:
             tell(loss, counted)
         if self._loss_scale.dynamic:
             self.resolve_pending()
-        known = kind is LossKind.MEAN and order.window > 1 and not order.pushed
-        order.inside_backward = True
+        known = kind is LossKind.MEAN and place.window > 1 and not place.pushed
         try:
-            with torch.enable_grad():  # the script may be under `no_grad`
-                self.adapter.backward(self._loss_scale.scale(loss / order.window if known else loss))
+            with order.blocks.inside("backward"), torch.enable_grad():  # the script may be under `no_grad`
+                self.adapter.backward(self._loss_scale.scale(loss / place.window if known else loss))
         except BaseException as error:
             self._fail("backward", error)
             raise
-        finally:
-            order.inside_backward = False
         for keep in self._due.after_backward:
             keep()
-        order.end_backward()
+        place.end_backward()
 
     def _fail(self, part: str, error: BaseException) -> None:
         """After an error in a part of a micro-batch the window can only be discarded."""
-        self._order.failed = part
+        self._place.fail(part)
         for tell in self.observers.on_error:
             tell(error)
 
     def step(self, clip_grad_norm: float | EllipsisType | None) -> Step:
         """Count the micro-batch; update at the end of the window."""
-        order = self._order
-        call = ComparedCall("step", last=order.last)
-        order.require("step")
+        call = ComparedCall("step", last=self._place.last)
+        self._order.require("step")
         max_norm = self._max_norm(clip_grad_norm)
         self.resolve_pending()
         for look in self._due.before_step:
@@ -205,9 +204,9 @@ class Accumulation:
             if not isinstance(clip_grad_norm, EllipsisType):
                 call.detail = f", clip_grad_norm={clip_grad_norm}{call.detail}"
             call.order = self.adapter.gradient_order
-            order.compare(call)
+            self._order.ranks.compare(call)
             call.require_allowed()
-        order.end_micro_batch()
+        self._place.end_micro_batch()
         if not call.last:
             return Step(updated=False, grad_norm=None, lr=self._schedule.lr, skipped=False)
         step = self._end_window(max_norm)
@@ -224,15 +223,15 @@ class Accumulation:
 
     def discard(self) -> None:
         """Discard the window."""
-        order = self._order
-        if not (order.inside_window or order.graph or order.failed):
+        place = self._place
+        if not (place.inside_window or place.graph or place.failed):
             return
         with self._optimizer.own():
             self.adapter.drop_gradients()
         self._items.clear()
         for tell in self.observers.on_discard:
             tell()
-        order.discard_window()
+        place.discard_window()
         for forget in self._guards.all.forget:
             forget()
         self._finished = self.norm_before_clipping = None
@@ -259,11 +258,11 @@ class Accumulation:
         if self._finished is None:
             self.adapter.finish_gradients()
             self._finished = self._divisor()
-            self._order.gradients_read = True
+            self._place.finish_gradients()
         return self._finished
 
     def _divisor(self) -> float:
-        return self._items.divisor(undivided=self._order.pushed) * self._loss_scale.value
+        return self._items.divisor(undivided=self._place.pushed) * self._loss_scale.value
 
     def _end_window(self, max_norm: float | None) -> Step:
         lr = self._schedule.lr
@@ -271,7 +270,7 @@ class Accumulation:
         try:
             divisor = self._divisor()
         except ContractError:
-            self._order.check_sampled("discard")
+            self._order.ranks.check_sampled("discard")
             self.discard()  # otherwise the next window would add to this one
             raise
         for tell in self.observers.on_gradients:
@@ -279,14 +278,15 @@ class Accumulation:
         before = self.norm_before_clipping
         limit = max_norm if before is None else None
         try:
-            with self._order.awaiting(), self._optimizer.own():
+            with self._order.ranks.awaiting(), self._optimizer.own():
                 norm, updated = self.adapter.update(limit, divisor, finished=self._finished is not None)
         except BaseException as error:
             for failed in self.observers.on_error:
                 failed(error)
             raise
         finally:
-            self._order.end_window()
+            self._place.end_window()
+            self._order.ranks.end_window()
             self._items.clear()
             self._finished = self.norm_before_clipping = None
         for look in self._guards.all.after_update:

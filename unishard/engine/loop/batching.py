@@ -55,7 +55,7 @@ class Batching:
         self._warn = warn
         self._place = place
         self._checks = LoaderChecks(training, warn, sharing=dist.get_world_size() // share.of)
-        self.training = TrainingPasses(order, warn, share)
+        self.training = TrainingPasses(order.place, warn, share)
         """The passes in training mode, and the position in the data."""
 
     def batches(self, loader: Iterable[Any], *, progress: bool) -> Passes[Any]:
@@ -77,7 +77,7 @@ class Batching:
             loads = self.training.loads
             for batch in window:
                 yield batch
-                if self._order.discarded or self.training.loads != loads:
+                if self._order.place.discarded or self.training.loads != loads:
                     break  # skip the rest of a discarded window
 
     def _windows(
@@ -105,8 +105,8 @@ class Batching:
             self._evaluation.lockstep_open is None
         )  # inside lockstep, ranks may have different numbers of batches
         inner, source = unwrapped(loader), loader
-        check = partial(self._checks.begin, inner, training=training, together=together, updates=order.updates)
-        drop, length = training and self._drop_last, order.full_window
+        check = partial(self._checks.begin, inner, training=training, together=together, updates=order.place.updates)
+        drop, length = training and self._drop_last, order.place.full_window
         reading = self.training.begin(loader, inner, length if drop and lengths is None else 1) if training else None
         if reading is not None and reading.reading is not None:
             source = reading.reading
@@ -123,7 +123,7 @@ class Batching:
                     sizes,
                     self._device,
                     drop=drop,
-                    enter=order.check_sampled if together else None,
+                    enter=order.ranks.check_sampled if together else None,
                     begin=None if rewound else check,
                     place=self._place,
                 ):
@@ -171,11 +171,11 @@ class Batching:
         if not self._module.training:
             return length_of(loader)
         left = self.training.left(loader, unwrapped(loader))
-        return None if left is None else left - left % self._order.full_window if self._drop_last else left
+        return None if left is None else left - left % self._order.place.full_window if self._drop_last else left
 
     def _windows_left(self, loader: Iterable[Any], lengths: Iterable[int] | None) -> int | None:
         left = None if lengths is not None else self._length(loader)
-        return None if left is None else -(-left // self._order.full_window)
+        return None if left is None else -(-left // self._order.place.full_window)
 
     # -- what hides a loader -----------------------------------------------------------------------
 

@@ -115,8 +115,8 @@ class Buffers:
         held = self._held()
         if dist.get_world_size() == 1 or not held:
             return Merged({}, {}, {})
-        self._order.check_now(call, ", buffers")
-        with self._order.awaiting():
+        self._order.ranks.check_now(call, ", buffers")
+        with self._order.ranks.awaiting():
             different = {*_different(held), *self._bases}
             self._report(different)
             values = {name: _copy(held[name]) for name in held if name in different}

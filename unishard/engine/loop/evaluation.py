@@ -79,14 +79,14 @@ class Evaluation:
         if self.lockstep_open is not None:
             raise ContractError("lockstep was entered inside lockstep; use one block")
         self._buffers.equalize_for_evaluation("lockstep")
-        self._order.check_now("lockstep", ", begin")
+        self._order.ranks.check_now("lockstep", ", begin")
         self.lockstep_open = lockstep = Lockstep(self._adapter.device)
         try:
             yield
             if self._adapter.forward_is_collective:
                 self._join(lockstep)
             else:
-                self._order.check_now("lockstep", ", end")
+                self._order.ranks.check_now("lockstep", ", end")
         finally:
             self.lockstep_open = None
 
@@ -109,7 +109,7 @@ class Evaluation:
     def gather_for_metrics(self, data: Any, *, pad: float | None) -> Any:
         """Gather what all ranks computed for a batch, in dataset order."""
         description = describe(data, padded=pad is not None)
-        self._order.check_now("gather_for_metrics", f", {description}")
+        self._order.ranks.check_now("gather_for_metrics", f", {description}")
         sharing = 1
         if self._sequences is not None:
             data, sharing = self._sequences.joined(data), self._sequences.group.size
@@ -127,7 +127,7 @@ class Evaluation:
         """Run a forward or `generate` without a graph. Collective."""
         if self.lockstep_open is None:
             self._buffers.equalize_for_evaluation(kind)
-            self._order.check_sampled(kind)
+            self._order.ranks.check_sampled(kind)
         elif self._adapter.forward_is_collective:
             self._take_turn(self.lockstep_open, kind, (args, kwargs))
         return self._run(kind, (args, kwargs))
@@ -168,7 +168,7 @@ class Evaluation:
         return self._sequences.whole_samples(call)
 
     def _take_turn(self, lockstep: Lockstep, kind: str | None, call: Call | None) -> tuple[str, Call] | None:
-        self._order.check_sampled("lockstep", f", turn {lockstep.taken + 1}")
+        self._order.ranks.check_sampled("lockstep", f", turn {lockstep.taken + 1}")
         return lockstep.take(kind, call)
 
     def _join(self, lockstep: Lockstep) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from unishard.engine.loop.call_order import CallOrder
+from unishard.engine.open_blocks import OpenBlocks
 from unishard.errors import ContractError
 
 _SHARDED = "FSDP"
@@ -25,18 +25,18 @@ class RoutedCalls:
     """Sends calls of a model to its engine until it is closed."""
 
     def __init__(
-        self, module: nn.Module, order: CallOrder, run: Callable[..., Any], generate: Callable[..., Any]
+        self, module: nn.Module, blocks: OpenBlocks, run: Callable[..., Any], generate: Callable[..., Any]
     ) -> None:
         """Route nothing yet.
 
         Args:
             module: A prepared model.
-            order: Whether a forward of the engine runs, in which calls are the model's own.
+            blocks: Whether a forward of the engine runs, in which calls are the model's own.
             run: The engine's forward.
             generate: The engine's.
         """
         self._module = module
-        self._order = order
+        self._blocks = blocks
         self._run, self._generate = run, generate
         self._classes: dict[nn.Module, type[nn.Module]] = {}
         self._entered = False
@@ -83,7 +83,7 @@ class RoutedCalls:
         own = type(self._module).__call__
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self._order.inside_forward:
+            if not self._blocks.forward:
                 return (self._run if itself else module.forward)(*args, **kwargs)
             if self._entered:  # in its forward, or a method in place of it; hooks of engines would reshard under that
                 return module.forward(*args, **kwargs)
@@ -100,7 +100,7 @@ class RoutedCalls:
 
         @wraps(own)  # frameworks look at its parameters
         def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._order.inside_forward:
+            if self._blocks.forward:
                 return own(module, *args, **kwargs)
             act = MethodType(own, module)
             with self._forward_is(act, act):
@@ -118,7 +118,7 @@ class RoutedCalls:
     def _generate_of_part(self, part: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(own)
         def generate(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._order.inside_forward or module is not part:
+            if self._blocks.forward or module is not part:
                 return own(module, *args, **kwargs)
             with self._replaced("generate", MethodType(own, part)):
                 return self._generate(*args, **kwargs)
@@ -142,7 +142,7 @@ class RoutedCalls:
         own = type(part).__call__
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._order.inside_forward or module is not part:
+            if self._blocks.forward or module is not part:
                 return own(module, *args, **kwargs)
             with self._forward_is(MethodType(own, part), part.forward):
                 return self._run(*args, **kwargs)

@@ -11,8 +11,7 @@ from unishard.data import epochs, position
 from unishard.data.epochs import Epochs
 from unishard.data.loader import ShareLoader
 from unishard.data.position import LoaderPass, Position, StatefulLoader
-from unishard.engine.loop.call_order import CallOrder
-from unishard.engine.loop.phase import Phase
+from unishard.engine.place import Phase, Place
 from unishard.errors import ContractError
 
 _Resumed = tuple[Sequence[Position], int]
@@ -22,7 +21,7 @@ _Resumed = tuple[Sequence[Position], int]
 class TrainingPass:
     """One pass over a loader in training mode."""
 
-    def __init__(self, order: CallOrder, around: TrainingPass | None, inner: Any = None) -> None:
+    def __init__(self, place: Place, around: TrainingPass | None, inner: Any = None) -> None:
         self.reading: LoaderPass | None = None
         """The loader with its position; None if it has none."""
         self.around = around
@@ -41,9 +40,9 @@ class TrainingPass:
         """What it has resumed from."""
         self.told = False
         """Whether it was said that it has no position."""
-        self.updates = order.updates
+        self.updates = place.updates
         """When its last window was read."""
-        self.before = order.window, order.discarded, order.phase
+        self.before = place.window, place.discarded, place.phase
         """The state of the loop around it when it began."""
 
     @property
@@ -116,8 +115,8 @@ class TrainingPasses:
     before it.
     """
 
-    def __init__(self, order: CallOrder, warn: Callable[[str], None], share: DataShare) -> None:
-        self._order, self._warn, self._share = order, warn, share
+    def __init__(self, place: Place, warn: Callable[[str], None], share: DataShare) -> None:
+        self._place, self._warn, self._share = place, warn, share
         self._now: TrainingPass | None = None
         self._updates = 0
         """When a window was last read."""
@@ -151,8 +150,8 @@ class TrainingPasses:
         self._settle()
         if self._now is not None and not self._now.open:
             self._now.around = None  # else each pass would keep all before it
-        begun = TrainingPass(self._order, self._now, inner)
-        if begun.inside and self._order.inside_window:
+        begun = TrainingPass(self._place, self._now, inner)
+        if begun.inside and self._place.inside_window:
             raise ContractError(
                 "a loop over engine.batches() in training mode began inside an accumulation window of the loop around "
                 "it; for a validation, call engine.eval() before and engine.train() after it"
@@ -189,7 +188,7 @@ class TrainingPasses:
 
     def advance(self, of: TrainingPass) -> None:
         """Before a pass reads its next window, or ends: learn what was trained since the last one was read."""
-        if self._now is not of and of.updates != self._order.updates and not self._mixed:
+        if self._now is not of and of.updates != self._place.updates and not self._mixed:
             self._mixed = True
             self._warn(
                 "two loops over engine.batches() are read in turn in training mode, so a checkpoint has no position in "
@@ -198,27 +197,27 @@ class TrainingPasses:
                 "state; for a validation, call engine.eval() before and engine.train() after it"
             )
         self._settle()
-        self._now, of.updates = of, self._order.updates
+        self._now, of.updates = of, self._place.updates
 
     def end(self, ended: TrainingPass) -> None:
         """End a pass, at its end or where the loop was left."""
         if ended.open and ended.over:
             self._count.ended(ended)
         ended.open = False
-        order = self._order
+        place = self._place
         if self._now not in (ended, None):
             return  # another loop has read a window since, whose length counts
         window, discarded, phase = ended.before
-        if not order.micro_batch:
-            order.window = window if ended.inside else order.full_window
-        if self._now is None or ended.trained or order.updates != self._updates or order.discarded:
+        place.leave_loop(window if ended.inside else place.full_window)
+        if self._now is None or ended.trained or place.updates != self._updates or place.discarded:
             return
-        self._now, order.discarded = ended.around, discarded
+        self._now = ended.around
+        place.count_as_discarded(discarded)
         if ended.reading is not None and not ended.complete:
             ended.reading.rewind()  # a look at some batches, `next(iter(...))`, uses up no epoch
         if ended.read and self.resumed is None:
             self.resumed = ended.resumed  # for the loader that is trained on
-        if ended.inside and phase is Phase.OPEN and order.phase is Phase.FORWARD_DONE:
+        if ended.inside and phase is Phase.OPEN and place.phase is Phase.FORWARD_DONE:
             self._warn(
                 "a loop over engine.batches() inside the training loop ran the model in training mode and made no "
                 "update; for a validation, call engine.eval() before and engine.train() after it"
@@ -226,9 +225,9 @@ class TrainingPasses:
 
     def _settle(self) -> None:
         """Learn whether an update was made, or dropped, since the last window was read."""
-        if self._order.updates == self._updates and not self._order.discarded:
+        if self._place.updates == self._updates and not self._place.discarded:
             return
-        self._updates = self._order.updates
+        self._updates = self._place.updates
         self._count.updated(self._now)
         if self._now is None:
             return
@@ -284,14 +283,14 @@ class TrainingPasses:
             opened += [self._now] if self._now.open else []
             self._now.open, self._now = False, self._now.around
         self._left = [each for each in opened if each.trained] or opened
-        self._mixed, self._updates = False, self._order.updates
+        self._mixed, self._updates = False, self._place.updates
         begun = None if self._updates else 0
         self._count = PassCount(None, begun) if passes is None else PassCount(passes.loader, passes.epoch)
         self._epochs.forget()
 
     def go_on(self) -> None:
         """Let the open loops go on where they are, after a checkpoint was loaded without its position."""
-        self._updates, now = self._order.updates, self._now
+        self._updates, now = self._place.updates, self._now
         while now is not None:
             now.updates, now = self._updates, now.around
 

@@ -18,7 +18,7 @@ from unishard.distributed.shards import full_tensor
 from unishard.engine.entering import entered
 from unishard.engine.guards.inference_mode import without_inference_mode
 from unishard.engine.loop.call_order import CallOrder
-from unishard.engine.loop.phase import Phase
+from unishard.engine.place import Phase
 from unishard.engine.state.average_shards import AverageShards
 from unishard.engine.state.tensors import StateTensors
 from unishard.errors import ContractError
@@ -50,7 +50,7 @@ def begin_average(
         raise ContractError(f"weights.average: decay must be a number from 0 to 1, such as 0.999, got {decay!r}")
     if tensors.average is not None:
         raise ContractError("weights.average was called before; keep what it returned")
-    order.check_now("weights.average", f", {decay}")
+    order.ranks.check_now("weights.average", f", {decay}")
     adapter.reshard_all()
     masters = {name: adapter.master_shard(parameter) for name, parameter in tensors.trained().items()}
     shards = AverageShards(decay, masters)
@@ -103,7 +103,7 @@ class MovingAverage:
             raise ContractError(
                 f"average.read: {name!r} is not the first name of a parameter that was trainable in prepare"
             )
-        self._order.check_now("average.read", f", {name}")
+        self._order.ranks.check_now("average.read", f", {name}")
         return full_tensor(self._shards.by_name[name], self._adapter.device)
 
     @without_inference_mode
@@ -122,22 +122,21 @@ class MovingAverage:
         """
         order = self._order
         order.require("average.weights")
-        order.check_now("average.weights")
+        order.ranks.check_now("average.weights")
         kept = [values.clone() for values in self._shards.live]
         self._write(self._shards.averages)
-        order.averaged = True
         try:
-            yield
+            with order.blocks.inside("averaged"):
+                yield
         finally:
-            order.averaged = False
-            if order.phase is not Phase.CLOSED:
-                order.check_now("average.weights", ", at the end of the block")
+            if order.place.phase is not Phase.CLOSED:
+                order.ranks.check_now("average.weights", ", at the end of the block")
                 self._write(kept)
 
     @torch.no_grad()
     def _write(self, weights: list[Tensor]) -> None:
         self._adapter.reshard_all()
-        self._order.writes += 1
+        self._order.place.wrote()
         for values, written in zip(self._shards.live, weights, strict=True):
             values.copy_(written)
         self._adapter.weights_written()

@@ -34,7 +34,7 @@ class NamedParameters:
             RankMismatchError: Another rank makes another call.
         """
         parameter = self._known(call, name)
-        self._order.check_now(call, f", {name}")
+        self._order.ranks.check_now(call, f", {name}")
         return parameter
 
     def find_all(self, call: str, names: Iterable[str]) -> dict[str, nn.Parameter]:
@@ -49,7 +49,7 @@ class NamedParameters:
         asked = {name: self._known(call, name) for name in names}
         parameters = {name: asked[name] for name in self._tensors.named if name in asked}
         all_names = ", ".join(parameters)
-        self._order.check_sampled(
+        self._order.ranks.check_sampled(
             call,
             f", {all_names}"
             if len(parameters) < 3
@@ -73,7 +73,7 @@ class NamedParameters:
         shard = self._adapter.master_shard(parameter)
         full = from_first_rank(call, name, shard, value, self._device)
         write_shard(shard, full)
-        self._order.writes += 1
+        self._order.place.wrote()
         self._adapter.refresh(parameter, full)
 
 

@@ -58,7 +58,7 @@ def restore(
 
     on_all(group, check)
     run.adapter.reshard_all()
-    run.order.writes += 1
+    run.order.place.wrote()
     try:
         on_all(group, read)
     except CheckpointError as error:  # content that was not checked before
@@ -66,7 +66,7 @@ def restore(
             f"{error}; some weights are loaded already: load another checkpoint before you train on"
         ) from error
     run.adapter.loaded()
-    run.order.updates = source.manifest.step
+    run.order.place.resume(source.manifest.step)
     if verify == "bits":
         on_all(group, lambda: parts.tensors.compare_bits(source))
     notes = [note for part in parts.all for note in part.resume(source, group)]

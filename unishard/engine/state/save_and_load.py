@@ -76,7 +76,7 @@ class SaveAndLoad:
         number = _number(metric)
         place = self._directory(root, "save")
         self._claim(place)
-        order.check_now("save", f", to {root or self._asked.dir}")
+        order.ranks.check_now("save", f", to {root or self._asked.dir}")
         self._drop_average()
         group = process_group.host_group()
         _require_same(number, group)
@@ -114,7 +114,7 @@ class SaveAndLoad:
 
     def save_if_due(self) -> None:
         """Save at the end of a window if an automatic save is due, and end the process after a signal. Collective."""
-        cause = None if self._autosave is None else self._autosave.due(self._run.order.updates)
+        cause = None if self._autosave is None else self._autosave.due(self._run.order.place.updates)
         if cause is None:
             return
         folder = self.save(None, state=None if self._state_to_save is None else self._state_to_save())
@@ -133,7 +133,7 @@ class SaveAndLoad:
         which = source if source in ("latest", "best") else None
         place = self._directory(None if which else source, "load")
         description = f"{which} of {self._asked.dir}" if which else source
-        order.check_now("load", f", from {description}, strict={strict}, verify={verify}, data={data}")
+        order.ranks.check_now("load", f", from {description}, strict={strict}, verify={verify}, data={data}")
         group = process_group.host_group()
         self.wait()
         self._own_to_resume(place, which)
@@ -171,7 +171,7 @@ class SaveAndLoad:
     def _check_before_update(self) -> None:
         """Before the next update, check that the run owns `checkpoint.dir`, and that no average is lost in silence."""
         if self._run.accumulation is not None:
-            self._run.order.before_update = self._before_update
+            self._run.accumulation.before_update = self._before_update
 
     def _before_update(self) -> None:
         if self._dir is not None:
@@ -219,7 +219,7 @@ class SaveAndLoad:
     ) -> Path:
         """Export the weights in Hugging Face's layout."""
         self._run.order.require("export")
-        self._run.order.check_now("export", f", to {folder}, overwrite={overwrite}")
+        self._run.order.ranks.check_now("export", f", to {folder}, overwrite={overwrite}")
         self._run.adapter.reshard_all()
         merged = self._run.buffers.merged("export").values
         export(

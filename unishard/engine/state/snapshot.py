@@ -37,7 +37,7 @@ def take_snapshot(run: Run, state: Any, merged: Merged, group: dist.ProcessGroup
         group, lambda: {} if dist.get_rank() else stored_assets(run.adapter.module, run.tensors.to_export())
     )
     return Snapshot(
-        step=run.order.updates,
+        step=run.order.place.updates,
         shards={name: shard for each in saved for name, shard in each.shards.items()},
         ties=run.tensors.ties(),
         facts=_facts(run) | {name: fact for each in saved for name, fact in each.facts.items()},

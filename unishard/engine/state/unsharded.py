@@ -11,7 +11,7 @@ from torch import nn
 
 from unishard.contract.adapter import InferenceAdapter
 from unishard.engine.loop.call_order import CallOrder
-from unishard.engine.loop.phase import Phase
+from unishard.engine.place import Phase
 from unishard.engine.state.named_parameters import NamedParameters
 from unishard.errors import ContractError
 
@@ -21,16 +21,16 @@ def unsharded(
     parameters_of: NamedParameters, adapter: InferenceAdapter, order: CallOrder, names: Iterable[str]
 ) -> Iterator[dict[str, nn.Parameter]]:
     """A block in which parameters are full, see `Weights.unsharded`. Collective."""
-    if order.unsharded:
+    if order.blocks.unsharded:
         raise ContractError(
             "engine.weights.unsharded() was entered inside engine.weights.unsharded(); name all parameters in one block"
         )
     full_names = list(parameters_of.find_all("weights.unsharded", names))
-    trains = torch.is_grad_enabled() and adapter.training is not None and not order.frozen
+    trains = torch.is_grad_enabled() and adapter.training is not None and not order.blocks.frozen
     parameters: dict[str, nn.Parameter] = {}
-    order.unsharded = order.gathered = True
+    order.place.gather()
     try:
-        with adapter.unsharded(full_names):
+        with order.blocks.inside("unsharded"), adapter.unsharded(full_names):
             parameters.update((name, attrgetter(name)(adapter.module)) for name in full_names)
             versions = [parameter._version for parameter in parameters.values()]
             yield parameters
@@ -43,12 +43,11 @@ def unsharded(
             if (
                 trains
                 and adapter.module.training
-                and (order.graph or not (order.phase is Phase.BACKWARD_DONE or order.discarded))
+                and (order.place.graph or not (order.place.phase is Phase.BACKWARD_DONE or order.place.discarded))
             ):
                 raise ContractError(
                     "engine.weights.unsharded() ended without a backward, which needs the full weights; call "
                     "engine.backward(loss) inside the block, or use torch.no_grad() around it if you only read weights"
                 )
     finally:
-        order.unsharded = False
         parameters.clear()  # their memory is freed: a read would end the process

@@ -59,7 +59,8 @@ class Trained:
         engine.framework.set_boundary(True)
 
     def _after_forward(self, model: nn.Module) -> None:
-        if model is not self.model or not model.training or not torch.is_grad_enabled() or self.engine._order.frozen:
+        frozen = self.engine._order.blocks.frozen
+        if model is not self.model or not model.training or not torch.is_grad_enabled() or frozen:
             return
         if not any(parameter.requires_grad for _, parameter in self._named):
             raise ContractError(
