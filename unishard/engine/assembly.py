@@ -18,7 +18,6 @@ from unishard.engine.guards.ended_schedule import EndedSchedule
 from unishard.engine.guards.equal_options import EqualOptions
 from unishard.engine.guards.equal_weights import EqualWeights, computes_alike
 from unishard.engine.guards.foreign_backward import ForeignBackward
-from unishard.engine.guards.forward_gradients import ForwardGradients
 from unishard.engine.guards.freed_views import FreedViews
 from unishard.engine.guards.guard import Guard, Guards, WatchedModule
 from unishard.engine.guards.guarded_module import GuardedModule
@@ -133,7 +132,6 @@ def _of_shards(adapter: EngineAdapter, plan: RunPlan, order: CallOrder) -> list[
         CopiedContainers(order.blocks),
         InplaceWrites(gathers=plan.guard.gathers),
         GatheredWrites(written),
-        ForwardGradients(order.blocks, adapter.gradients_in_forward),
         FreedViews(),
     ]
 

@@ -10,14 +10,13 @@ They are a list (`unishard.engine.assembly.training_guards`); the loop calls the
 | `parameter_writes` | a weight that is written by hand and lost | always | versions; closely bits, by modules |
 | `inplace_writes` | gradients without an in-place operation | closely | versions, by modules |
 | `copied_containers` | a list of the caller that gets no entries | closely | the entries, by modules |
-| `forward_gradients` | an error about the storage of a tensor | closely | a hook on each tensor, by modules |
-| `inference_mode` | an error about a tensor of inference mode, later | closely | a flag, by modules |
+| `inference_mode` | wrong gradients, after a forward in inference mode inside another | closely | a flag, by modules |
 | `freed_views` | a SIGSEGV | closely | a walk over attributes, by modules |
 | `edited_gradients` | a clipping that one engine sees | always | versions of gradients; closely some elements |
 | `other_parameters` | weights that no update changes, or each rank its own | at updates | a walk over the graph |
 | `reached_parameters` | sums of gradients of different parameters, a hang | always | at updates a walk over the graph |
 | `divided_loss` | gradients that are divided twice | at updates, once | the last nodes of the graph of a loss |
-| `foreign_backward` | gradients that are mixed or not reduced | always | a hook on each output |
+| `foreign_backward` | gradients that are mixed or not reduced | always | a hook on outputs; closely on inputs |
 | `equal_options` | learning rates that differ between ranks | where calls are compared | the options of the groups |
 | `equal_weights` | weights that differ between ranks | where calls are compared | a sum of bits on the device |
 | `unshared_data` | the same samples on all ranks, no position in the data | at updates | a hash of some inputs |

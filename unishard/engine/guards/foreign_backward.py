@@ -1,13 +1,19 @@
-"""Find another engine's backward that reaches this model's parameters, or `loss.backward()`."""
+"""Find a backward through this model that is not its engine's: `loss.backward()`, another engine's, or one that the
+forward runs, such as for forces of an energy.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.private_api import CORE_PRIVATE_API
-from unishard.engine.guards.guard import Guard
+from unishard.distributed.nested_tensors import tensors_in
+from unishard.engine.guards.guard import Guard, WatchedModule
+from unishard.engine.guards.tensor_marks import memory_of
 from unishard.engine.open_blocks import OpenBlocks
 from unishard.errors import ContractError
 
@@ -15,9 +21,11 @@ _PRIVATE = CORE_PRIVATE_API["foreign-backward"]
 
 
 class ForeignBackward(Guard):
-    """Refuses a backward that is not the engine's and reaches its parameters through an output of its forward.
+    """Refuses a backward that is not the engine's and reaches its parameters through an output of its forward, and one
+    in the forward where the engine frees parameters in each backward.
 
-    Without it: gradients are mixed, or not reduced, and the model trains on in silence.
+    Without it: gradients are mixed, or not reduced, and the model trains on in silence; FSDP2 and stage 3 of ZeRO end
+    in an error about a storage or a size that names no cause, or in SIGSEGV.
     """
 
     def __init__(self, adapter: EngineAdapter, blocks: OpenBlocks) -> None:
@@ -30,6 +38,22 @@ class ForeignBackward(Guard):
         self._adapter = adapter
         self._blocks = blocks
         adapter.on_gradient = self._on_gradient
+
+    def called(self, part: WatchedModule, args: Any, kwargs: Any) -> None:
+        """Look at the gradients of what a module gets that gathers.
+
+        Raises:
+            ContractError: The forward computes gradients, where it cannot.
+        """
+        for tensor in tensors_in((args, kwargs)) if part.is_gathered else ():
+            if tensor.requires_grad and memory_of(tensor) is None:  # inside torch.func.grad
+                self._adapter.gradients_in_forward()
+            elif tensor.requires_grad:
+                tensor.register_hook(self._on_gradient_inside)  # type: ignore[no-untyped-call]
+
+    def _on_gradient_inside(self, gradient: Tensor) -> None:
+        if self._blocks.forward:
+            self._adapter.gradients_in_forward()
 
     def _on_gradient(self, gradient: Tensor) -> None:
         if self._blocks.backward:

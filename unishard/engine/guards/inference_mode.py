@@ -79,7 +79,8 @@ class InferenceInForward(Guard):
 
     In the forwards that are looked at, since the first one makes the tensors that the later ones fill.
 
-    Without it: FSDP2 keeps the weights that it gathers there, and a later backward ends in an error about them.
+    Without it: FSDP2 keeps the weights that it gathers there, and a later backward ends in an error about them, or
+    under `shard_grad_op` trains wrongly in silence.
     """
 
     looks = Looks.CLOSELY
