@@ -38,7 +38,7 @@ def renamed(package: str, attribute: str) -> Iterator[int]:
     """
     new = attribute + _NEW
     with ExitStack() as stack:
-        stack.callback(private_api._assigned.cache_clear)
+        stack.callback(_forget)
         modules = _modules(package)
         functions, classes = _found(package.partition(".")[0], len(sys.modules))
         within = [
@@ -55,8 +55,14 @@ def renamed(package: str, attribute: str) -> Iterator[int]:
             alias = name.removesuffix(attribute) + new
             sys.modules[alias] = sys.modules[name]
             stack.callback(sys.modules.pop, alias)
-        private_api._assigned.cache_clear()
+        _forget()
         yield sum(changes)
+
+
+def _forget() -> None:
+    """Let the probes look again."""
+    private_api._absent.cache_clear()
+    private_api._assigned.cache_clear()
 
 
 def _within(name: Any, package: str) -> bool:

@@ -55,7 +55,7 @@ class PrivateApi:
 
     def missing(self) -> tuple[str, ...]:
         """The needed names that the installed version does not have. Imports the engine."""
-        return tuple(name for name in self.names if not any(map(_exists, name.split(" or ")))) if self.needed else ()
+        return _absent(self.names) if self.needed else ()
 
     @property
     def works(self) -> bool:
@@ -93,6 +93,11 @@ def by_name(*cases: PrivateApi) -> Mapping[str, PrivateApi]:
 def _numbers(text: str) -> tuple[int, ...]:
     """The leading numbers of a version, for comparison."""
     return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
+
+
+@cache
+def _absent(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if not any(map(_exists, name.split(" or "))))
 
 
 def _exists(name: str) -> bool:
