@@ -149,7 +149,7 @@ def torch_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
 
 def deepspeed_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
     from unishard_deepspeed import start
-    from unishard_deepspeed.private.reduction import reduce_units_by_parameter
+    from unishard_deepspeed.private.stage_3 import reduce_units_by_parameter
 
     module, topology = build(model), ensure(unishard.Topology.from_environment())
     device, deepspeed = device_of(topology), start.load(topology)

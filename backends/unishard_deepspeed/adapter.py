@@ -15,29 +15,24 @@ from torch.utils.hooks import RemovableHandle
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.results import Placement
 from unishard.contract.units import Unit
+from unishard.distributed.dtypes import name_of
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.nested_tensors import hook_gradients
 from unishard.distributed.shards import Shard, SteppedShard
 from unishard.errors import CheckpointError, ContractError
-from unishard_deepspeed.clipping import clipping_of
 from unishard_deepspeed.conditional import ConditionalModules
 from unishard_deepspeed.gathering import is_of_shard, keep_gathered, refuse_unused_output
-from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.optimizer_state import ZeroOptimizerState
 from unishard_deepspeed.persistent_parameters import PersistentParameters
-from unishard_deepspeed.placement import MasterWeights, parameter_bytes, units
+from unishard_deepspeed.placement import parameter_bytes, units
 from unishard_deepspeed.private.building import forget
-from unishard_deepspeed.private.master_weights import groups_of_masters
-from unishard_deepspeed.private.reduction import gather
-from unishard_deepspeed.private.requirements import require
+from unishard_deepspeed.private.partitioned import gather
 from unishard_deepspeed.private.second_copy import drop_second_copies
 from unishard_deepspeed.private.shown_parameters import ShownParameters
-from unishard_deepspeed.private.state import copy_masters, gather_after, relink_states, reshard_all
+from unishard_deepspeed.private.window import WindowGradients
+from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
 from unishard_deepspeed.replaced_parameters import explained
-from unishard_deepspeed.shards import Shards
-from unishard_deepspeed.spec import ZeroSpec
 from unishard_deepspeed.stale_gradients import StaleGradients
-from unishard_deepspeed.stepped_memory import stepped_memory
 from unishard_deepspeed.unused_parameters import UnusedParameters
 
 _requires_grad = attrgetter("requires_grad")
@@ -49,60 +44,51 @@ class DeepSpeedAdapter(EngineAdapter):
 
     def __init__(
         self,
-        spec: ZeroSpec,
-        engine: Any,
-        inner: InnerOptimizer,
+        zero: ZeroOptimizer,
         device: torch.device,
         hooks: Sequence[RemovableHandle],
         conditional: ConditionalModules,
         replicated: PersistentParameters,
     ) -> None:
-        super().__init__(engine.module, device, engine.optimizer)
+        engine, inner, spec = zero.engine, zero.inner, zero.spec
+        super().__init__(engine.module, device, zero.optimizer)
         self._strategy = spec.strategy
         self._copied = engine.zero_hpz_partition_size() > 1
         self._in_files = spec.params_in_files
         self._engine = engine
-        self._inner = inner
-        self._kind = spec.kind
-        self._masters = MasterWeights(self._kind, inner)
-        self._clipping = clipping_of(spec, engine, inner)
-        self._shards = Shards(spec, engine, inner)
+        self._zero = zero
+        placed = zero.placed_masters()
+        self._master_dtypes = frozenset(name_of(master.dtype) for master in placed)
+        self._master_numel = sum(master.numel() for master in placed)
+        self._clipping = zero.clipping()
+        self._window = WindowGradients(zero)
         self._hooks = hooks
         """Hooks on the model, removed with the engine."""
         # Not the method, which the engine sets later.
-        self._shown = ShownParameters(
-            engine.module, lambda parameter: self.read_gradient(parameter), stage=engine.zero_optimization_stage()
-        )
+        self._shown = ShownParameters(engine.module, lambda parameter: self.read_gradient(parameter))
         self._conditional, self._replicated = conditional, replicated
         self._kept: dict[nn.Parameter, None] = {}
         """Parameters that stay gathered, inside `unsharded` at stage 3."""
-        self._stale = StaleGradients(spec, engine.optimizer)
-        stage = engine.zero_optimization_stage()
-        # Stage 0 adds zeros for missing gradients (DeepSpeed 0.19.8, runtime/engine.py, _get_gradients_for_reduction).
-        skippable = set(conditional.parameters) if stage else set(inner.trained)
+        self._stale = StaleGradients(zero)
+        self.forward_is_collective = zero.gathers
+        self.reduces_each_backward = engine.zero_optimization_partition_gradients()
+        skippable = set(inner.trained) if zero.fills_gradients else set(conditional.parameters)
         trained = set(inner.trained) - skippable
         self.shared_parameters = {
             name: parameter for name, parameter in engine.module.named_parameters() if parameter in trained
         }
-        ordered = [*self.shared_parameters.values()] if stage == 2 else []
+        in_order = self.reduces_each_backward and not zero.gathers
         self._unused = UnusedParameters(
-            spec,
-            engine.optimizer,
-            inner,
+            zero,
             device,
             self._stale.missing,
-            ordered,
+            [*self.shared_parameters.values()] if in_order else [],
             alike=spec.compares_ranks and not skippable,
         )
-        self.optimizer_state = ZeroOptimizerState(
-            engine.optimizer, inner, self._unused.masters, self._shards, self._kind
-        )
-        self.forward_is_collective = stage == 3
-        if stage and getattr(inner.optimizer, "steps_late", False):
-            # ZeRO steps one group after another, stage 3 also parts of groups.
-            self.calls_in_update = len(groups_of_masters(engine.optimizer, inner, self._kind))
+        self.optimizer_state = ZeroOptimizerState(zero, self._unused.masters)
+        if getattr(inner.optimizer, "steps_late", False):
+            self.calls_in_update = zero.calls_in_update()
         self._steps_late = self.calls_in_update > 1
-        self.reduces_each_backward = stage >= 2
         # Before DeepSpeed's hooks on the outputs, which fail at some stages if a backward is not the engine's.
         # A function, not a method: copying the model, for example to average weights, must not copy the engine.
         self._output_hook = engine.module.register_forward_hook(
@@ -113,7 +99,7 @@ class DeepSpeedAdapter(EngineAdapter):
         """Run the `DeepSpeedEngine`; the model itself if the script has frozen all of it, as a discriminator for the
         generator's loss, whose backward DeepSpeed's hooks on the outputs would take for their own.
         """
-        if not any(map(_requires_grad, self._inner.trained)):
+        if not any(map(_requires_grad, self._zero.inner.trained)):
             with self._shown.inside_forward(show=not self.module.training):
                 return self.module(*args, **kwargs)
         self._conditional.gather()
@@ -138,11 +124,7 @@ class DeepSpeedAdapter(EngineAdapter):
         Raises:
             ContractError: The engine cannot do this.
         """
-        plain = (
-            self._engine.zero_optimization_stage() == 3
-            and self._engine.gradient_accumulation_steps() == 1
-            and not graph
-        )
+        plain = self.forward_is_collective and self._engine.gradient_accumulation_steps() == 1 and not graph
         if plain or not any(map(_requires_grad, self.module.parameters())):  # frozen: the forward was not DeepSpeed's
             return
         request = " with create_graph=True, as for a gradient penalty," if graph else ""
@@ -157,7 +139,7 @@ class DeepSpeedAdapter(EngineAdapter):
         Raises:
             ContractError: Parameters are gathered for each forward and backward.
         """
-        if self._kind == "stage-3" and not self._kept:
+        if self.forward_is_collective and not self._kept:
             raise ContractError(
                 "the forward computes gradients of its own, as by torch.autograd.grad(energy, positions), for which "
                 f"DeepSpeed frees parameters with sharding.strategy {self._strategy}; put the forward and the backward "
@@ -189,11 +171,11 @@ class DeepSpeedAdapter(EngineAdapter):
         with self._shown.hidden():
             self._unused.find()
             self._clipping.prepare(max_norm, divisor)
-            with self._shards.finished():
+            with self._window.finished():
                 outcome = self._clipping.step()
             if self._steps_late and outcome[1] is not False:
-                copy_masters(self.optimizer, self._inner, self._kind)
-            gather_after(self.optimizer, self._kind)
+                self._zero.copy_masters()
+            self._zero.gather_after()
             self._replicated.gather()
         self._unused.forget()
         self._stale.clear(updated=outcome[1] is not False)
@@ -218,8 +200,8 @@ class DeepSpeedAdapter(EngineAdapter):
     @contextmanager
     def unsharded(self, names: Sequence[str]) -> Iterator[None]:
         """Keep parameters gathered at stage 3; at the other stages they are full."""
-        require("unsharded", self._kind)
-        if self._kind != "stage-3" or not names:
+        self._zero.cases.unsharded.require()
+        if not self.forward_is_collective or not names:
             yield
             return
         self._kept = dict.fromkeys(map(self.module.get_parameter, names))
@@ -235,46 +217,46 @@ class DeepSpeedAdapter(EngineAdapter):
 
     def reads_shard(self, error: RuntimeError) -> str | None:
         """A parameter was used that is not gathered, and so empty."""
-        return "" if self._kind == "stage-3" and is_of_shard(error) else None
+        return "" if self.forward_is_collective and is_of_shard(error) else None
 
     def placement(self) -> Placement:
         """Report what the engine holds, from its live tensors."""
         return Placement(
             engine=type(self._engine).__name__,
             units=units(self._engine),
-            master_dtypes=self._masters.dtypes,
-            master_numel=self._masters.numel,
+            master_dtypes=self._master_dtypes,
+            master_numel=self._master_numel,
             param_bytes=parameter_bytes(self.module.parameters()),
         )
 
     def finish_gradients(self) -> None:
         """Reduce what `DeepSpeedEngine.step` would reduce."""
         self._unused.find()
-        self._shards.reduce()
+        self._window.reduce()
 
     def grad_shard(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
         """The shard in ZeRO's flat gradients."""
         if create:
             self._unused.include(parameter)
         unused = self._unused.unused
-        return None if unused and parameter in unused else self._shards.gradient(parameter)
+        return None if unused and parameter in unused else self._window.shard(parameter)
 
     def master_shard(self, parameter: nn.Parameter) -> Shard:
         """The shard in ZeRO's flat master weights."""
-        return self._shards.master(parameter)
+        return self._zero.master_shard(parameter)
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Update the parameter in `precision.compute`."""
         if self._copied:  # what was gathered before the edit, or is under way, would become a second copy
-            reshard_all(self.optimizer, self._kind)
-        self._shards.refresh(parameter, full)
+            self._zero.reshard_all()
+        self._zero.refresh(parameter, full)
         drop_second_copies([parameter])
         self._replicated.gather()
 
     def drop_gradients(self) -> None:
         """Drop gradients, also in DeepSpeed's buffers."""
         with self._shown.hidden():
-            self._shards.drop()
+            self._window.drop()
             self._stale.clear()
             self._unused.forget()
             gather([*self._kept])
@@ -283,11 +265,27 @@ class DeepSpeedAdapter(EngineAdapter):
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer inside DeepSpeed's."""
-        return self._inner.optimizer
+        return self._zero.inner.optimizer
 
     def stepped_memory(self) -> Callable[[], dict[nn.Parameter, SteppedShard]]:
-        """Flat master weights, or parts of them."""
-        return stepped_memory(self._inner, self._unused.masters, self._kind)
+        """Flat master weights, or parts of them.
+
+        Stages 1 and 2 keep only the group that steps in the optimizer, of which a rank's flat master weight may have no
+        element of some parameters (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, _optimizer_step).
+        """
+        masters = self._unused.masters
+        nowhere = SteppedShard(next(iter(masters.shards)).new_empty(0))
+
+        def now() -> dict[nn.Parameter, SteppedShard]:
+            return {
+                each: SteppedShard(*masters.stepped_tensor(*masters.places[each]))
+                if each in masters.places
+                else nowhere
+                for each in self._zero.stepping(masters)
+                if each not in masters.unused
+            }
+
+        return now
 
     def reshard_all(self) -> None:
         """Reshard all gathered parameters. Collective.
@@ -296,13 +294,13 @@ class DeepSpeedAdapter(EngineAdapter):
             CheckpointError: Parameters are offloaded to files.
             BackendError: This DeepSpeed lacks a private name that it needs.
         """
-        require("checkpoints", self._kind)
+        self._zero.cases.checkpoints.require()
         if self._in_files:
             raise CheckpointError(
                 "offload.params: nvme keeps parameters in files, of which DeepSpeed 0.19.8 cannot read or write "
                 "shards; set offload.params to cpu to save or load a checkpoint"
             )
-        reshard_all(self.optimizer, self._kind)
+        self._zero.reshard_all()
         self._replicated.gather()
 
     @torch.no_grad()
@@ -310,12 +308,12 @@ class DeepSpeedAdapter(EngineAdapter):
         """Update every copy of the master weights, and let DeepSpeed find the optimizer state. Collective."""
         self.drop_gradients()
         self.weights_written()
-        relink_states(self.optimizer, self._kind)
+        self._zero.link_states(now=True)
 
     @torch.no_grad()
     def weights_written(self) -> None:
         """Update every copy of the master weights. Collective."""
-        copy_masters(self.optimizer, self._inner, self._kind)
+        self._zero.copy_masters()
         drop_second_copies(self.module.parameters())
         self._replicated.gather()
 
@@ -331,9 +329,9 @@ class DeepSpeedAdapter(EngineAdapter):
         forget(self._engine)
         del (
             self._engine,
-            self._inner,
+            self._zero,
             self._clipping,
-            self._shards,
+            self._window,
             self.optimizer_state,
             self._stale,
             self._unused,

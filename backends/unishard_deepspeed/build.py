@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
 from types import ModuleType
 from typing import cast
 
@@ -16,7 +15,6 @@ from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerBuilder
 from unishard.contract.kit import materialization
 from unishard.contract.kit.input_casts import cast_inputs
-from unishard.contract.kit.kept_fp32 import is_kept
 from unishard.contract.plan import RunPlan
 from unishard.contract.units import ModelUnits
 from unishard.distributed.broadcast import broadcast, make_dense
@@ -24,18 +22,22 @@ from unishard.distributed.devices import device_of
 from unishard_deepspeed import kept_fp32, sharding, start
 from unishard_deepspeed.adapter import DeepSpeedAdapter
 from unishard_deepspeed.conditional import ConditionalModules
-from unishard_deepspeed.fp32_weights import restore_fp32_weights
 from unishard_deepspeed.inference import DeepSpeedInferenceAdapter
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.persistent_parameters import PersistentParameters
-from unishard_deepspeed.private.building import allow_fp16, buffers_by_dtype, clear_mpu, keep_adagrad
-from unishard_deepspeed.private.reduction import reduce_in_fp32, reduce_units_by_parameter
+from unishard_deepspeed.private.building import allow_fp16, clear_mpu
 from unishard_deepspeed.private.requirements import require_for
 from unishard_deepspeed.private.second_copy import drop_second_copies, own_group
-from unishard_deepspeed.private.updates import average_between_groups
+from unishard_deepspeed.private.stage_0 import Stage0
+from unishard_deepspeed.private.stage_3 import Stage3
+from unishard_deepspeed.private.stages_1_2 import Stages12
+from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
 from unishard_deepspeed.replicas import Replicas, replicas_of
 from unishard_deepspeed.spec import ZeroSpec
 from unishard_deepspeed.unit_outputs import ListedOutputs
+
+_OPTIMIZERS: tuple[type[ZeroOptimizer], ...] = (Stage0, Stages12, Stages12, Stage3)
+"""By the stage of ZeRO."""
 
 
 def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
@@ -46,17 +48,20 @@ def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
         plan: Its units are the leaf modules of stage 3. Without an optimizer it is inference at stage 3.
     """
     spec, units = cast(ZeroSpec, plan.engine), plan.model.units
-    kept_fp32.check(model, spec)
+    zero = _OPTIMIZERS[spec.zero["stage"]]
+    kept_fp32.check(model, spec, zero)
     deepspeed = start.load(plan.topology)
     if spec.params_in_files:
         start.require_files(spec.precision.compute)
     device = device_of(plan.topology)
-    require_for(spec, device.type, trains=plan.optimizer is not None, units=bool(units.gathered))
+    require_for(spec, zero.cases, device.type, trains=plan.optimizer is not None, units=bool(units.gathered))
     replicas = None if spec.replicas is None else replicas_of(spec.replicas, device.type)
+    if spec.precision.compute == "fp16":
+        allow_fp16()
     if not spec.second_copies:
-        return _build(deepspeed, model, spec, device, units, plan.optimizer, replicas)
+        return _build(deepspeed, model, spec, zero, device, units, plan.optimizer, replicas)
     with own_group():
-        adapter = _build(deepspeed, model, spec, device, units, plan.optimizer, replicas)
+        adapter = _build(deepspeed, model, spec, zero, device, units, plan.optimizer, replicas)
     drop_second_copies(model.parameters())  # as after an update
     return adapter
 
@@ -65,15 +70,14 @@ def _build(
     deepspeed: ModuleType,
     model: nn.Module,
     spec: ZeroSpec,
+    zero: type[ZeroOptimizer],
     device: torch.device,
     units: ModelUnits,
     optimizer: OptimizerBuilder | None,
     replicas: Replicas | None,
 ) -> InferenceAdapter:
     settings = copy.deepcopy(spec.native)
-    precision, kind, names = spec.precision, spec.kind, [unit.name for unit in units.gathered]
-    if precision.compute == "fp16":
-        allow_fp16()
+    precision, names = spec.precision, [unit.name for unit in units.gathered]
     if optimizer is None:
         sharding.partition(deepspeed, model, spec, settings, device, replicas, train=False)
         _only_named_leaves(model)
@@ -83,17 +87,19 @@ def _build(
         if replicas is not None:
             clear_mpu()
         hooks = _casting(model, precision, units) + outputs.restore()
-        replicated = PersistentParameters(engine.optimizer, model, "stage-3")
+        replicated = PersistentParameters(engine.optimizer, model)
         replicated.gather()
         return DeepSpeedInferenceAdapter(engine, device, hooks, replicated)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if kind == "stage-3":
+    listed: ListedOutputs | None = None
+    if zero.gathers:
         materialization.use_placeholders(
             model.parameters(), device
         )  # optimizers refuse the meta device and shards' shapes
         inner = InnerOptimizer(optimizer(named))
         originals = sharding.partition(deepspeed, model, spec, settings, device, replicas, train=True)
         _only_named_leaves(model)
+        listed = ListedOutputs(model, units.gathered)
     else:
         materialization.materialize([*model.parameters(), *model.buffers()], device)
         broadcast([*model.parameters(), *model.buffers()])
@@ -104,34 +110,22 @@ def _build(
         originals = (
             [(parameter, parameter.data) for _, parameter in named] if precision.compute != precision.master else []
         )
-    client, keeps = (
-        kept_fp32.after_cast(model, inner.optimizer),
-        any(is_kept(parameter) for parameter in inner.trained),
-    )
-    listed = ListedOutputs(model, units.gathered) if kind == "stage-3" else None
-    with ExitStack() as building:
-        building.enter_context(start.quiet())
-        if kind != "stage-0":
-            building.enter_context(keep_adagrad(inner.optimizer))
-        if keeps and kind == "stage-3":
-            building.enter_context(buffers_by_dtype())
+    client = kept_fp32.after_cast(model, inner.optimizer)
+    with start.quiet(), zero.building(inner):
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=client, config=settings, dist_init_required=False, mpu=replicas
         )
-    if keeps and kind == "stages-1-2":
-        reduce_in_fp32(engine.optimizer)
+    built = zero(spec, engine, inner)
     if replicas is not None:
         clear_mpu()
-        average_between_groups(engine.optimizer, replicas.get_model_parallel_group(), kind)
-    hooks = restore_fp32_weights(spec, inner, originals) + _casting(model, precision, units)
-    hooks += [] if listed is None else listed.restore()
-    replicated = PersistentParameters(engine.optimizer, model, kind)
-    conditional = ConditionalModules(engine, units.conditional, names, kind, replicated.trained)
-    if kind == "stage-3":
-        reduce_units_by_parameter(engine.optimizer, inner.trained)
-    conditional.reduce_last()
+        built.average_between(replicas.get_model_parallel_group())
+    with torch.no_grad():
+        hooks = built.restore_fp32_weights(originals)
+    hooks += _casting(model, precision, units) + ([] if listed is None else listed.restore())
+    replicated = PersistentParameters(engine.optimizer, model)
+    conditional = ConditionalModules(built, units.conditional, names, replicated.trained)
     replicated.gather()
-    return DeepSpeedAdapter(spec, engine, inner, device, hooks, conditional, replicated)
+    return DeepSpeedAdapter(built, device, hooks, conditional, replicated)
 
 
 def _only_named_leaves(model: nn.Module) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from unishard.contract.kit.replicated import is_replicated
 from unishard.contract.units import Unit
-from unishard_deepspeed.kind import Kind
-from unishard_deepspeed.private.reduction import drop, gather, reduce_last, remove_hooks
+from unishard_deepspeed.private.partitioned import drop, gather, is_partitioned, remove_hooks
+from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
 
 
 class ConditionalModules:
@@ -19,50 +19,39 @@ class ConditionalModules:
 
     def __init__(
         self,
-        engine: Any,
+        zero: ZeroOptimizer,
         conditional: Sequence[Unit],
         units: Sequence[str],
-        kind: Kind,
         replicated: Sequence[nn.Parameter] = (),
     ) -> None:
         """Find what is gathered and reduced apart from the rest.
 
         Args:
-            engine: The `DeepSpeedEngine`.
+            zero: DeepSpeed's optimizer.
             conditional: The modules.
             units: Names of the leaf modules.
-            kind: The optimizer's kind.
             replicated: Trainable parameters that every rank holds whole: a rank may skip them as well.
         """
-        self._kind = kind
-        self._optimizer = engine.optimizer
+        model = zero.engine.module
         inside = [parameter for unit in conditional for parameter in unit.module.parameters()]
         self.parameters = [*dict.fromkeys(each for each in (*inside, *replicated) if each.requires_grad)]
         """Their trainable parameters, and those that are replicated."""
         outside = [unit.module for unit in conditional if not _is_inside(unit.name, units)]
-        self.entered = (
-            [] if kind != "stage-3" else entered_modules(engine.module, units, [unit.name for unit in conditional])
-        )
+        self.entered = entered_modules(model, units, [unit.name for unit in conditional])
         """At stage 3, modules whose parameters DeepSpeed gathers when they are entered, besides the leaf modules."""
-        self._gathered: list[nn.Parameter] = []
+        every = dict.fromkeys(parameter for module in outside for parameter in module.parameters())
+        self._gathered = [*filter(_is_sharded, every)]
         """At stage 3, parameters outside leaf modules, which DeepSpeed would gather only on ranks that enter their
         module."""
-        if outside and kind == "stage-3":
-            every = dict.fromkeys(parameter for module in outside for parameter in module.parameters())
-            self._gathered = [parameter for parameter in every if not is_replicated(parameter)]
-            remove_hooks(engine.optimizer, [inner for module in outside for inner in module.modules()])
-        if self.parameters and kind == "stage-3":
-            remove_hooks(engine.optimizer, (each for each in engine.module.modules() if _is_empty(each)))
-            optional = set(self.parameters)
-            gathered = [*map(engine.module.get_submodule, units), *(unit.module for unit in self.entered)]
-            _need_gradients(module for module in gathered if optional.issuperset(_trained(module)))
-
-    def reduce_last(self) -> None:
-        """Reduce their gradients at the end of backward, in the same order on every rank, with zeros for missing
-        ones.
-        """
         if self.parameters:
-            reduce_last(self._optimizer, self.parameters, self._kind)
+            zero.reduce_last(self.parameters)
+        if outside and zero.gathers:
+            remove_hooks(zero.optimizer, [inner for module in outside for inner in module.modules()])
+        if self.parameters and zero.gathers:
+            remove_hooks(zero.optimizer, (each for each in model.modules() if _is_empty(each)))
+            optional = set(self.parameters)
+            gathered = [*map(model.get_submodule, units), *(unit.module for unit in self.entered)]
+            _need_gradients(module for module in gathered if optional.issuperset(_trained(module)))
 
     def gather(self) -> None:
         """Gather before each forward the parameters that no hook gathers."""
@@ -76,17 +65,19 @@ class ConditionalModules:
 
 
 def entered_modules(model: nn.Module, *names: Sequence[str]) -> list[Unit]:
-    """Modules with parameters of their own that are not whole on every rank, except those with one of these names, and
+    """Modules with parameters of their own that are sharded, except those with one of these names, and
     what is inside them.
     """
     known = [name for each in names for name in each]
     return [
         Unit(name, module)
         for name, module in model.named_modules()
-        if not all(map(is_replicated, module.parameters(recurse=False)))
-        and name not in known
-        and not _is_inside(name, known)
+        if any(map(_is_sharded, module.parameters(recurse=False))) and name not in known and not _is_inside(name, known)
     ]
+
+
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    return is_partitioned(parameter) and not is_replicated(parameter)
 
 
 def _is_empty(module: nn.Module) -> bool:

@@ -58,6 +58,11 @@ class FlatMasterWeights:
         """The shards of each flat master weight on this rank."""
         return self._find()
 
+    @cached_property
+    def places(self) -> Mapping[nn.Parameter, tuple[Tensor, FlatShard]]:
+        """The flat master weight and the shard of each parameter that this rank holds some of."""
+        return {shard.parameter: (master, shard) for master, shards in self.shards.items() for shard in shards}
+
     def remove(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:

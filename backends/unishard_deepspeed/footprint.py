@@ -31,7 +31,7 @@ from unishard.config.topology import Topology
 from unishard.contract.footprint import Bytes, Collective, Footprint, Piece, Working
 from unishard.contract.model_shape import ModelShape
 from unishard_deepspeed import fields
-from unishard_deepspeed.stage3_footprint import Stage3
+from unishard_deepspeed.stage3_footprint import Stage3Footprint
 from unishard_deepspeed.stage_footprint import RESERVED, StageFootprint
 
 
@@ -45,7 +45,7 @@ def footprint_of(shape: ModelShape, cfg: Config, topology: Topology, native: Nat
         topology: The ranks.
         native: The native config of `translate`.
     """
-    kinds: dict[int, type[StageFootprint]] = {0: _Stage0, 1: _Stage12, 2: _Stage12, 3: Stage3}
+    kinds: dict[int, type[StageFootprint]] = {0: _Stage0, 1: _Stage12, 2: _Stage12, 3: Stage3Footprint}
     return kinds[fields.stage(cfg)](shape, cfg, topology, native).footprint()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from unishard.errors import ModelError
-from unishard_deepspeed.private.reduction import not_freed
+from unishard_deepspeed.private.partitioned import not_freed
 from unishard_deepspeed.private.shown_parameters import OUTSIDE
 
 _EMPTY = re.compile(r"\(0\)|\[0\]|\b0x\d|\dx0\b|'weight' must be 2-D")

@@ -16,12 +16,11 @@ from unishard.distributed.shards import Shard
 from unishard_deepspeed.gathering import is_of_shard, keep_gathered
 from unishard_deepspeed.persistent_parameters import PersistentParameters
 from unishard_deepspeed.placement import parameter_bytes, units
-from unishard_deepspeed.private import shards
+from unishard_deepspeed.private import partitioned
 from unishard_deepspeed.private.building import forget
-from unishard_deepspeed.private.requirements import require
 from unishard_deepspeed.private.second_copy import drop_second_copies
 from unishard_deepspeed.private.shown_parameters import ShownParameters
-from unishard_deepspeed.private.state import gather_after
+from unishard_deepspeed.private.table import OF_STAGE_3
 from unishard_deepspeed.replaced_parameters import explained
 
 
@@ -36,7 +35,7 @@ class DeepSpeedInferenceAdapter(InferenceAdapter):
         self._engine, self._replicated = engine, replicated
         self._hooks = hooks
         """Hooks on the model, removed with the engine."""
-        self._shown = ShownParameters(engine.module, lambda parameter: None, stage=3)
+        self._shown = ShownParameters(engine.module, lambda parameter: None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, whose hooks gather parameters."""
@@ -50,7 +49,7 @@ class DeepSpeedInferenceAdapter(InferenceAdapter):
         if not names:
             yield
             return
-        require("unsharded", "stage-3")
+        OF_STAGE_3.unsharded.require()
         try:
             with keep_gathered(self._engine, [self.module.get_parameter(name) for name in names]):
                 self._replicated.gather()
@@ -74,14 +73,15 @@ class DeepSpeedInferenceAdapter(InferenceAdapter):
 
     def master_shard(self, parameter: nn.Parameter) -> Shard:
         """The shard of the parameter itself."""
-        require("master-weights", "stage-3")
-        return shards.master_shard_of(self._engine.optimizer, None, parameter, "stage-3")
+        OF_STAGE_3.master_weights.require()
+        return partitioned.own_shard(parameter)
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Update the partitioned parameter, in `precision.compute`."""
         self.loaded()
-        shards.update_low_precision_copy(parameter, full, "stage-3")
-        gather_after(self._engine.optimizer, "stage-3")
+        partitioned.write(parameter, full)
+        if torch.cuda.is_available():
+            partitioned.gather_after(self._engine.optimizer)
 
     def loaded(self) -> None:
         """Forget second copies, which were made of the shards before they were written."""

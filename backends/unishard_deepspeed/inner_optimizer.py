@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
 import torch
@@ -35,3 +36,8 @@ class InnerOptimizer:
     def full_masters(self) -> dict[nn.Parameter, Tensor]:
         """Each parameter's master weight at stage 0; the parameter itself if it has the master dtype."""
         return dict(zip(self.trained, (master for master in self.masters if master.numel()), strict=True))
+
+    def stepping(self) -> Iterator[nn.Parameter]:
+        """The module's parameters of the groups that the torch optimizer has now."""
+        for group in self.optimizer.param_groups:
+            yield from self.of_group[id(group)]

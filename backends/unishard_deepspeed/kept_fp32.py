@@ -16,25 +16,27 @@ from torch import nn
 from unishard.contract.kit.kept_fp32 import is_kept
 from unishard.errors import ConfigError, Problem
 from unishard_deepspeed import fields
-from unishard_deepspeed.private.requirements import require
+from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
 from unishard_deepspeed.spec import ZeroSpec
 
 
-def check(model: nn.Module, spec: ZeroSpec) -> None:
+def check(model: nn.Module, spec: ZeroSpec, zero: type[ZeroOptimizer]) -> None:
     """Check that DeepSpeed can keep what is marked; `rules` refuses patterns with offload earlier.
 
     Raises:
         BackendError: A private name is missing.
         ConfigError: What the model's class names is offloaded, and would be rounded.
     """
-    if any(is_kept(each) and each.requires_grad for each in model.parameters()):
-        require("kept-parameters", spec.kind)
-    stage_3 = spec.kind == "stage-3"
-    name = next(
-        (name for name, each in model.named_parameters() if is_kept(each) and (stage_3 or each.requires_grad)), None
-    )
-    place = "params" if spec.zero["offload_param"] else "optimizer" if spec.offloads_optimizer and not stage_3 else None
-    if name is not None and place is not None:
+    kept = [(name, each) for name, each in model.named_parameters() if is_kept(each)]
+    trained = [(name, each) for name, each in kept if each.requires_grad]
+    if trained:
+        zero.cases.kept_parameters.require()
+    if spec.zero["offload_param"]:
+        place, offloaded = "params", kept
+    else:
+        place, offloaded = "optimizer", trained if spec.offloads_optimizer and not zero.gathers else []
+    if offloaded:
+        name, _ = offloaded[0]
         raise ConfigError(
             [Problem("precision.keep_fp32", f"keeps {name}, and {fields.KEPT_OFFLOADED.format(place=place)}")]
         )

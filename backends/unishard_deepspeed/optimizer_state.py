@@ -11,53 +11,36 @@ from torch import Tensor, nn
 
 from unishard.contract.optimizer_state import StateSpec, fresh_state, tensors_and_numbers
 from unishard.distributed.shards import Shard
-from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard
-from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.kind import Kind
-from unishard_deepspeed.private.master_weights import groups_of_masters
-from unishard_deepspeed.private.state import unlink_states
-from unishard_deepspeed.shards import Shards
+from unishard_deepspeed.flat_master_weights import FlatMasterWeights
+from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
 
 
 class ZeroOptimizerState:
     """Reads optimizer state as shards, and recreates it."""
 
-    def __init__(
-        self, optimizer: Any, inner: InnerOptimizer, masters: FlatMasterWeights, access: Shards, kind: Kind
-    ) -> None:
+    def __init__(self, zero: ZeroOptimizer, masters: FlatMasterWeights) -> None:
         """Hold the optimizers.
 
         Args:
-            optimizer: DeepSpeed's optimizer.
-            inner: The torch optimizer inside it.
-            masters: The flat master weights of the torch optimizer, and how they are split.
-            access: Returns this rank's shard of a master weight.
-            kind: The kind of DeepSpeed optimizer.
+            zero: DeepSpeed's.
+            masters: The flat master weights of the torch optimizer inside it, and how they are split.
         """
-        self._optimizer = optimizer
-        self._inner = inner
-        self._torch = inner.optimizer
+        self._zero = zero
+        self._torch = zero.inner.optimizer
         self._masters = masters
-        self._access = access
-        self._kind = kind
 
     @cached_property
     def _groups(self) -> dict[Tensor, dict[str, Any]]:
-        return groups_of_masters(self._optimizer, self._inner, self._kind)
-
-    @cached_property
-    def _places(self) -> dict[nn.Parameter, tuple[Tensor, FlatShard]]:
-        """The flat master weight and the shard of each parameter."""
-        return {shard.parameter: (master, shard) for master, shards in self._masters.shards.items() for shard in shards}
+        return self._zero.groups_of_masters()
 
     def shards(self, parameter: nn.Parameter) -> dict[str, Shard]:
         """This rank's shards of a parameter's state: live memory, and numbers as 0-d fp32 copies; empty if it holds
         nothing.
         """
-        held = self._access.master(parameter)
-        if parameter not in self._places or not held.values.numel():
+        held = self._zero.master_shard(parameter)
+        if parameter not in self._masters.places or not held.values.numel():
             return {}
-        master, shard = self._places[parameter]
+        master, shard = self._masters.places[parameter]
         tensor, start = self._masters.stepped_tensor(master, shard)
         tensors, numbers = tensors_and_numbers(
             self._torch, self._groups[master], tensor, self._torch.state.get(tensor, {})
@@ -72,7 +55,7 @@ class ZeroOptimizerState:
 
     def make(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
         """Clear all state and create it for some parameters; the others have none, as before their first update."""
-        unlink_states(self._inner, self._kind)
+        self._zero.unlink_states()
         self._masters.forget()
         for master, parts in self._masters.shards.items():
             wanted = [specs.get(shard.parameter) for shard in parts]

@@ -7,14 +7,13 @@ from typing import Any
 from torch import nn
 
 from unishard.contract.kit.replicated import is_replicated
-from unishard_deepspeed.kind import Kind
-from unishard_deepspeed.private.reduction import free_never, gather, remove_hooks
+from unishard_deepspeed.private.partitioned import free_never, gather, is_partitioned, remove_hooks
 
 
 class PersistentParameters:
     """The replicated parameters of a model under DeepSpeed. Below stage 3 all parameters are whole."""
 
-    def __init__(self, optimizer: Any, model: nn.Module, kind: Kind) -> None:
+    def __init__(self, optimizer: Any, model: nn.Module) -> None:
         """Keep them from being freed, once they are gathered.
 
         Modules that hold no others are entered without DeepSpeed's hooks, which compare between ranks what is entered.
@@ -22,12 +21,11 @@ class PersistentParameters:
         Args:
             optimizer: DeepSpeed's, which without training is its `DeepSpeedZeRoOffload`.
             model: Given to DeepSpeed already.
-            kind: The optimizer's kind.
         """
         replicated = [parameter for parameter in model.parameters() if is_replicated(parameter)]
         self.trained = [parameter for parameter in replicated if parameter.requires_grad]
         """Those that train, in model order."""
-        self.gathered: list[nn.Parameter] = replicated if kind == "stage-3" else []
+        self.gathered = [*filter(is_partitioned, replicated)]
         """Those that would be sharded."""
         if self.gathered:
             whole = [module for module in model.modules() if _holds_no_other(module)]

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from unishard.distributed.dtypes import name_of
-from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.kind import Kind
 from unishard_deepspeed.private.second_copy import second_shard
-
-
-class MasterWeights:
-    """Dtypes and number of elements of the master weights on this rank, which do not change."""
-
-    def __init__(self, kind: Kind, inner: InnerOptimizer) -> None:
-        masters = _local_shards(inner.trained) if kind == "stage-3" else inner.masters
-        self.dtypes = frozenset(name_of(master.dtype) for master in masters)
-        self.numel = sum(master.numel() for master in masters)
-
-
-def _local_shards(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    from deepspeed.utils import safe_get_local_fp32_param
-
-    return [torch.empty_like(safe_get_local_fp32_param(parameter), device="meta") for parameter in parameters]
 
 
 def units(engine: Any) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from unishard.config.topology import Topology
 from unishard.contract.model_shape import ModelShape
 from unishard.contract.report import Translation
 from unishard_deepspeed.fields import UNLIMITED
-from unishard_deepspeed.kind import Kind, kind_of
 from unishard_deepspeed.second_copy import group_of
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ class ZeroSpec:
     engine: str
     native: Native
     """The JSON, complete."""
-    kind: Kind
     strategy: str
     """`sharding.strategy`, for messages."""
     precision: Precision
@@ -68,22 +66,22 @@ def spec_of(
 ) -> ZeroSpec:
     """The spec of a config for a model."""
     native, size = completed(translation.native, shape, units), shard_group_size(cfg, topology)
-    kind, copies = kind_of(cfg), group_of(native["zero_optimization"], topology.world_size) is not None
-    if kind == "stage-0":
+    zero = native["zero_optimization"]
+    copies = group_of(zero, topology.world_size) is not None
+    if not zero["stage"]:
         native["gradient_clipping"] = 0.0  # its norm is discarded or of rounded gradients; see TorchClipping
     if not copies:
-        native["zero_optimization"]["zero_hpz_partition_size"] = 1
+        zero["zero_hpz_partition_size"] = 1
     return ZeroSpec(
         engine=translation.engine,
         native=native,
-        kind=kind,
         strategy=cfg.sharding.strategy,
         precision=cfg.precision,
         replicas=(topology.world_size // size, size) if cfg.sharding.hybrid and size != topology.world_size else None,
         second_copies=copies,
         skips=cfg.training.nonfinite != "ignore",
         has_conditional=bool(cfg.sharding.conditional_modules),
-        replicates=bool(cfg.sharding.replicate) and kind != "stage-0",
+        replicates=bool(cfg.sharding.replicate) and zero["stage"] > 0,
         compares_ranks=cfg.communication.desync_check,
         saves=cfg.checkpoint.automatic or bool(cfg.checkpoint.on_signal),
     )

@@ -12,7 +12,7 @@ from unishard_deepspeed.second_copy import group_of
 from unishard_deepspeed.stage_footprint import RESERVED, StageFootprint
 
 
-class Stage3(StageFootprint):
+class Stage3Footprint(StageFootprint):
     """ZeRO-3: shards of each parameter, gathered by unit."""
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -11,12 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.contract.private_api import PrivateApi
-from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard
-from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.private import PRIVATE_API
-from unishard_deepspeed.private.master_weights import relink_after_update, shards_of_masters
-from unishard_deepspeed.private.requirements import require
-from unishard_deepspeed.spec import ZeroSpec
+from unishard_deepspeed.flat_master_weights import FlatMasterWeights
+from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
 
 
 class ArrivalOrder:
@@ -57,9 +53,7 @@ class UnusedParameters:
 
     def __init__(
         self,
-        spec: ZeroSpec,
-        optimizer: Any,
-        inner: InnerOptimizer,
+        zero: ZeroOptimizer,
         device: torch.device,
         missing: Sequence[PrivateApi] = (),
         ordered: Sequence[nn.Parameter] = (),
@@ -69,23 +63,18 @@ class UnusedParameters:
         """Register hooks.
 
         Args:
-            spec: What was built.
-            optimizer: DeepSpeed's optimizer.
-            inner: The torch optimizer inside it.
+            zero: DeepSpeed's optimizer.
             device: Where this rank computes.
             missing: Patches that a window with an unused parameter needs, and whose private names DeepSpeed lacks.
             ordered: Parameters whose gradients are reduced together in the order in which they come.
             alike: Whether all ranks use the same parameters, which the engine compares; see `shared_parameters`.
         """
-        self._kind = spec.kind
-        self._optimizer = optimizer
-        self._inner = inner
+        self._zero, self._inner = zero, zero.inner
         self._missing = missing
         self._alike = alike and not missing
-        patch = PRIVATE_API.get(f"unused-{self._kind}")
-        self._early = bool(missing) or not (patch is None or patch.works)
+        self._early = bool(missing) or not zero.cases.unused.works
         """Whether waiting for the result may raise, which must not happen during DeepSpeed's step."""
-        self.masters = FlatMasterWeights(inner.optimizer, self._find_shards, self._wait)
+        self.masters = FlatMasterWeights(self._inner.optimizer, zero.shards_of_masters, self._wait)
         self.used: set[Tensor] = set()
         """The parameters that have got a gradient in this window."""
         self._arrived: list[Tensor] = []
@@ -95,14 +84,11 @@ class UnusedParameters:
         self._found = False
         self._known = True
         self._reduction: Any = None
-        self._flags = torch.empty(len(inner.trained) + 1, dtype=torch.uint8, device=device)
+        self._flags = torch.empty(len(self._inner.trained) + 1, dtype=torch.uint8, device=device)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._arrived.append)  # type: ignore[no-untyped-call]
-            for parameter in inner.trained
+            for parameter in self._inner.trained
         ]
-
-    def _find_shards(self) -> Mapping[Tensor, Sequence[FlatShard]]:
-        return shards_of_masters(self._optimizer, self._inner, self._kind)
 
     @property
     def unused(self) -> Set[Tensor]:
@@ -178,7 +164,7 @@ class UnusedParameters:
             parameter for parameter, used in zip(self._inner.trained, flags, strict=True) if not used
         }
         if self.masters.unused:
-            require("unused", self._kind)
+            self._zero.cases.unused.require()
         for patch in self._missing if gap or self.masters.unused else ():
             patch.require()
 
@@ -191,7 +177,7 @@ class UnusedParameters:
         """Reset at the end of a window."""
         self._wait()
         if self.masters.unused:  # a later update may create its optimizer state
-            relink_after_update(self._optimizer, self._kind)
+            self._zero.link_states(now=False)
         self.used.clear()
         self._arrived.clear()
         self._order.forget()

@@ -7,6 +7,7 @@ import ast
 import builtins
 import importlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -77,7 +78,10 @@ DOCUMENTED = {
         "deepspeed": {"initialize", "init_distributed", "zero", "Init"},
         # https://deepspeed.readthedocs.io/en/latest/zero3.html, "Modifying Partitioned States".
         "parameter": {"ds_tensor", "ds_shape"},
-        "engine": {"module", "optimizer", "zero_grad", "zero_optimization_partition_gradients", "was_step_applied"},
+        "engine": {
+            *("module", "optimizer", "zero_grad", "zero_optimization_partition_gradients", "was_step_applied"),
+            "get_global_grad_norm",
+        },
         "accelerator": {"device_name"},
     },
 }
@@ -182,6 +186,7 @@ def known(package: str) -> frozenset[str]:
         type(len),
         FrameType,
         Path,
+        ExitStack,
         builtins,
         importlib.import_module("warnings"),
     ]

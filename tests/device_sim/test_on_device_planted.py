@@ -204,7 +204,7 @@ IN_ENGINES = (
         ("_wait_for_post_backward", "finalize_backward"),
     ),
     Planted("FSDP2 copies gradients to the host", ("fsdp", "full_shard", "all"), "Event.synchronize", GROUP),
-    Planted("ZeRO-3 updates, then gathers", ZERO_3, "Stream.wait_stream", "private/state.py", ("gather_after",)),
+    Planted("ZeRO-3 updates, then gathers", ZERO_3, "Stream.wait_stream", "private/partitioned.py", ("gather_after",)),
     Planted("ZeRO-3 gathers, then computes", ZERO_3, "Stream.wait_stream", "partitioned_param_coordinator.py"),
     Planted("ZeRO-3 computes gradients, then reduces", ZERO_3, "Stream.wait_stream", "zero/stage3.py"),
     Planted("ZeRO-2 computes gradients, then reduces", ZERO_2, "Stream.wait_stream", "zero/stage_1_and_2.py"),

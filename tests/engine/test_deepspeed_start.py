@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from unishard import BackendError, Topology
-from unishard_deepspeed import shards, start
-from unishard_deepspeed.private import updates
+from unishard_deepspeed import start
+from unishard_deepspeed.private import stages_1_2
+from unishard_deepspeed.private.window import WindowGradients
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 RANK = Topology(8, 4, 3, 3, "srun")
@@ -118,12 +119,16 @@ def test_offloaded_gradients_have_arrived_before_they_are_read_or_dropped(monkey
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: calls.append("synchronize"))
-    monkeypatch.setattr(shards, "require", lambda *_: None)
-    monkeypatch.setattr(shards.window, "reduce_gradients", lambda *_: calls.append("reduce"))
-    monkeypatch.setattr(shards.shards, "gradient_shards", lambda *_: calls.append("read") or {})
-    monkeypatch.setattr(shards.window, "drop_gradients", lambda *_: calls.append("drop"))
-    spec = SimpleNamespace(kind="stages-1-2", offloads_optimizer=offload != "none")
-    window = shards.Shards(spec, SimpleNamespace(optimizer=None), None)
+    nothing = SimpleNamespace(require=lambda: None)
+    zero = SimpleNamespace(
+        spec=SimpleNamespace(offloads_optimizer=offload != "none"),
+        cases=SimpleNamespace(gradients=nothing, discard=nothing),
+        engine=SimpleNamespace(zero_grad=lambda: None),
+        reduce_gradients=lambda: calls.append("reduce"),
+        gradient_shards=lambda: calls.append("read") or {},
+        drop_shards=lambda: calls.append("drop"),
+    )
+    window = WindowGradients(zero)
     window.reduce()
     window.drop()
     between = ["synchronize"] if waits else []
@@ -143,9 +148,9 @@ def test_offloaded_gradients_are_averaged_between_groups_on_the_device(monkeypat
     monkeypatch.setattr(torch.Tensor, "to", pretended)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(device))
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, operation, group: calls.append(tensor) or tensor.mul_(0.5))
-    monkeypatch.setattr(updates, "_ELEMENTS_AT_ONCE", 4)
+    monkeypatch.setattr(stages_1_2, "_ELEMENTS_AT_ONCE", 4)
     gradient = torch.arange(6.0)
-    updates._average_on_host(gradient, "group", CUDA)
+    stages_1_2._average_on_host(gradient, "group", CUDA)
     assert gradient.tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
     assert calls[0] == CUDA
     assert [id(tensor) for tensor in calls[1:]] == [id(copy) for copy in copies]

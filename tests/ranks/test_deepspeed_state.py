@@ -12,7 +12,6 @@ from torch.nn import functional
 
 import unishard
 from unishard.testing.models import MlpOutput
-from unishard_deepspeed.private.master_weights import master_tensors
 
 BEFORE, AFTER = 3, 3
 """Updates, and those that follow."""
@@ -138,11 +137,11 @@ def test_masters_whose_parameters_agree_move_as_a_whole_again(strategy, precisio
         losses_of(engine, batches[7:])
         engine.weights.set_trainable("head", True)
         engine.load(folder)
-        adapter = engine._adapter
-        states = adapter._inner.optimizer.state.values()
+        zero = engine._adapter._zero
+        states = zero.inner.optimizer.state.values()
         entries = sum(bool(state) for state in states)
         steps = [state["step"] for state in states]
-        masters = master_tensors(adapter.optimizer, adapter._inner, adapter._kind)
+        masters = zero.masters
         loaded = safe_get_full_optimizer_state(engine.module.head.weight, "exp_avg")
         same = torch.equal(moment, loaded)
     assert entries == len(masters), my_rank()

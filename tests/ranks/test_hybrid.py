@@ -19,7 +19,6 @@ import unishard
 from unishard.testing import oracle
 from unishard.testing.conformance import TOLERANCES
 from unishard.testing.models import batch, mlp
-from unishard_deepspeed.private.master_weights import master_tensors
 
 HYBRID = ("hybrid_shard", "hybrid_shard_grad_op")
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in HYBRID)
@@ -81,9 +80,7 @@ def held(backend, strategy):
 
 MASTERS = {
     "fsdp": lambda engine: engine.module.parameters(),
-    "deepspeed": lambda engine: master_tensors(
-        engine._adapter.optimizer, engine._adapter._inner, engine._adapter._kind
-    ),
+    "deepspeed": lambda engine: engine._adapter._zero.masters,
 }
 
 

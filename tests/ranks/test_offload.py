@@ -16,7 +16,6 @@ from torch import nn
 import unishard
 from unishard.testing import oracle
 from unishard.testing.models import MlpOutput, mlp
-from unishard_deepspeed.private.master_weights import master_tensors
 
 BOTH, ALONE = {"params": "cpu", "optimizer": "cpu"}, {"params": "none", "optimizer": "cpu"}
 PLACES = {
@@ -138,7 +137,7 @@ def held(backend, place, precision):
     with unishard.prepare(mlp(), offloaded(backend, place, precision)) as engine:
         train(engine, own_share(ACCUMULATION))
         if backend == "deepspeed":
-            masters = master_tensors(engine._adapter.optimizer, engine._adapter._inner, engine._adapter._kind)
+            masters = engine._adapter._zero.masters
             return {
                 "masters": {(each.device.type, each.dtype) for each in masters},
                 "numel": sum(each.numel() for each in masters),

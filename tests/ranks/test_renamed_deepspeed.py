@@ -97,12 +97,13 @@ def saves_by_itself(strategy, precision="fp32"):
 def keeps_files(strategy):
     """Only what is asked before anything is changed: files need an op that is built here or not."""
     from unishard_deepspeed.private.requirements import require_for
+    from unishard_deepspeed.private.table import OF_STAGE_3
 
     cfg = config("deepspeed", strategy, offload={"params": "nvme", "optimizer": "cpu", "nvme_path": "files"})
     model, backend, topology = Branching(), registry.get("deepspeed"), unishard.Topology()
     units = units_of(model, cfg.sharding)._replace(gathered=())
     spec = backend.spec(cfg, backend.translate(cfg, topology), topology, shape_of(model, cfg.sharding), units)
-    require_for(spec, "cpu", trains=True, units=False)
+    require_for(spec, OF_STAGE_3, "cpu", trains=True, units=False)
 
 
 def trains_an_empty_parameter(strategy):

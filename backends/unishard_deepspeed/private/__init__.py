@@ -12,8 +12,9 @@ A case that differs between DeepSpeed's optimizers has one entry for each, with 
 from __future__ import annotations
 
 from unishard.contract.private_api import by_name
-from unishard_deepspeed.private.table import BUILDING, REACHING, UPDATING
+from unishard_deepspeed.private.table import OF_STAGE_0, OF_STAGE_3, OF_STAGES_1_2, OTHERS
 
 __all__ = ["PRIVATE_API"]
 
-PRIVATE_API = by_name(*BUILDING, *UPDATING, *REACHING)
+_OF_STAGES = (case for cases in (OF_STAGE_0, OF_STAGES_1_2, OF_STAGE_3) for case in cases if case.names)
+PRIVATE_API = by_name(*OTHERS, *_OF_STAGES)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from unishard_deepspeed.private import PRIVATE_API
 
@@ -72,39 +71,6 @@ def keep_adagrad(client: Any) -> Iterator[None]:
         yield
     finally:
         client.__class__ = kind
-
-
-@contextmanager
-def buffers_by_dtype() -> Iterator[None]:
-    """Let stage 3 hold this rank's parts of 16-bit parameters in one buffer and those of fp32 parameters in another.
-
-    It has one buffer for all groups of the optimizer (runtime/zero/stage3.py,
-    _create_fp16_partitions_with_defragmentation). Of the groups, those in fp32 are the last.
-    """
-    from deepspeed.runtime.zero import stage3
-
-    defragment = stage3.defragment
-    stage3.defragment = lambda tensors: _Buffers(defragment, tensors)
-    try:
-        yield
-    finally:
-        stage3.defragment = defragment
-
-
-class _Buffers:
-    """Stands for one flat buffer, of which `_set_fp16_partitioned_groups_flat` takes the part of each group."""
-
-    def __init__(self, defragment: Callable[[list[Tensor]], Tensor], tensors: list[Tensor]) -> None:
-        dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
-        self._flat = [defragment([tensor for tensor in tensors if tensor.dtype == dtype]) for dtype in dtypes]
-
-    def narrow(self, dim: int, start: int, length: int) -> Tensor:
-        """A group's part."""
-        for flat in self._flat:
-            if start < flat.numel():
-                return flat.narrow(dim, start, length)
-            start -= flat.numel()
-        return self._flat[-1].narrow(dim, self._flat[-1].numel(), length)
 
 
 def clear_mpu() -> None:

@@ -1,32 +1,22 @@
-"""The private names that a run needs, by the kind of its optimizer."""
+"""The private names that a run is known to need."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from unishard_deepspeed.kind import Kind
 from unishard_deepspeed.private import PRIVATE_API
+from unishard_deepspeed.private.table import Cases
 
 if TYPE_CHECKING:
     from unishard_deepspeed.spec import ZeroSpec
 
 
-def require(case: str, kind: Kind) -> None:
-    """Check that a kind of optimizer supports a case; nothing is needed if DeepSpeed's documented interface is enough.
-
-    Raises:
-        BackendError: A private name is missing.
-    """
-    patch = PRIVATE_API.get(f"{case}-{kind}")
-    if patch is not None:
-        patch.require()
-
-
-def require_for(spec: ZeroSpec, device: str, *, trains: bool, units: bool) -> None:
+def require_for(spec: ZeroSpec, cases: Cases, device: str, *, trains: bool, units: bool) -> None:
     """Check the private names that a run is known to need, before anything is changed. Imports DeepSpeed.
 
     Args:
         spec: What to build.
+        cases: Of its optimizer.
         device: Type of the device.
         trains: Whether there is an optimizer.
         units: Whether the model has modules that are gathered together.
@@ -34,26 +24,27 @@ def require_for(spec: ZeroSpec, device: str, *, trains: bool, units: bool) -> No
     Raises:
         BackendError: A private name is missing.
     """
-    kind, fp16 = spec.kind, spec.precision.compute == "fp16"
+    fp16 = spec.precision.compute == "fp16"
     if fp16 and device == "cpu":
         PRIVATE_API["fp16-on-cpu"].require()
     if spec.params_in_files:
         PRIVATE_API["nvme-parameters"].require()
     if spec.replicas is not None:
-        require("replica-groups", kind)
+        cases.replica_groups.require()
     if spec.second_copies:
         PRIVATE_API["second-copies"].require()
     if spec.replicates:
-        require("replicated", kind)
+        cases.replicated.require()
     if not trains:
         return
-    if kind == "stage-3" and units:
-        PRIVATE_API["leaf-gradients"].require()
+    if units:
+        cases.leaf_gradients.require()
     if spec.has_conditional:
-        require("conditional-modules", kind)
-    if not spec.skips or (fp16 and kind == "stage-0"):
-        require("nonfinite", kind)
+        cases.conditional_modules.require()
+    if not spec.skips:
+        cases.nonfinite.require()
     if fp16:
-        require("divisor", kind)
+        cases.fp16.require()
+        cases.divisor.require()
     if spec.saves:
-        require("checkpoints", kind)
+        cases.checkpoints.require()

@@ -19,6 +19,7 @@ from torch.autograd import Function
 
 from unishard.distributed.nested_tensors import replace_tensors, tensors_in
 from unishard_deepspeed.private import PRIVATE_API
+from unishard_deepspeed.private.partitioned import is_partitioned
 
 _MARK = "gathers_in_flight"
 """The attribute of parameters that show it: what to wait for where one is being gathered."""
@@ -55,16 +56,15 @@ class ShownParameters:
     in some later ones: there the class of parameters changes whenever DeepSpeed gathers or frees them.
     """
 
-    def __init__(self, model: Any, read_gradient: Callable[[nn.Parameter], Tensor | None], *, stage: int) -> None:
+    def __init__(self, model: Any, read_gradient: Callable[[nn.Parameter], Tensor | None]) -> None:
         """Show whole weights from now on.
 
         Args:
             model: Given to DeepSpeed already.
             read_gradient: Returns the gradient of the coming update; None if it is not final.
-            stage: Of ZeRO.
         """
         own = [each for each in model.parameters() if type(each) is nn.Parameter]  # not those of others, such as bnb's
-        partitions = stage == 3 and PRIVATE_API["partitioned-parameters"].works
+        partitions = any(map(is_partitioned, own)) and PRIVATE_API["partitioned-parameters"].works
         self._partitioned: list[Any] = own if partitions else []
         self._others: list[Any] = [] if partitions else own
         self._script = _Script(read_gradient)

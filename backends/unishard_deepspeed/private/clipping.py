@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,36 +13,8 @@ from torch.nn.utils import clip_grads_with_norm_
 from unishard.contract.kit.grad_norm import divide, norm_of
 from unishard.contract.kit.skipping import DeviceSkip
 from unishard.distributed.host_read import HostRead
-from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private import PRIVATE_API
-from unishard_deepspeed.private.requirements import require
-from unishard_deepspeed.private.updates import clip_to, divide_gradients, without_overflow_check
-from unishard_deepspeed.shards import give_gradients
-from unishard_deepspeed.spec import ZeroSpec
-
-
-class Clipping(Protocol):
-    """Divides and clips the gradients of an update, and reports its outcome."""
-
-    def prepare(self, max_norm: float | None, divisor: float) -> None:
-        """Set the divisor and the maximum norm before `engine.step()`; None for no clipping."""
-
-    def step(self) -> tuple[float | HostRead, bool | None]:
-        """Call `engine.step()`; return the norm before clipping, and whether the update was made; None: if the norm is
-        finite.
-        """
-        ...
-
-
-def clipping_of(spec: ZeroSpec, engine: Any, inner: InnerOptimizer) -> Clipping:
-    """Choose the implementation for the optimizer of a DeepSpeed engine.
-
-    Args:
-        spec: What was built.
-        engine: The engine that `deepspeed.initialize` returned.
-        inner: Its torch optimizer.
-    """
-    return TorchClipping(spec, engine, inner) if spec.kind == "stage-0" else EngineClipping(spec, engine)
+from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
 
 
 class EngineClipping:
@@ -50,11 +22,11 @@ class EngineClipping:
     `ignore`.
     """
 
-    def __init__(self, spec: ZeroSpec, engine: Any) -> None:
-        self._engine = engine
-        self._kind = spec.kind
-        self._skips = spec.skips
-        self._limit: float = spec.native["gradient_clipping"]
+    def __init__(self, zero: ZeroOptimizer) -> None:
+        self._zero = zero
+        self._engine, self._optimizer = zero.engine, zero.optimizer
+        self._skips = zero.spec.skips
+        self._limit: float = zero.spec.native["gradient_clipping"]
         """The optimizer's maximum norm, 0 for no clipping."""
         self._divisor = 1.0
 
@@ -63,26 +35,21 @@ class EngineClipping:
         if (max_norm or 0.0) != self._limit:
             PRIVATE_API["clipping"].require()
             self._limit = max_norm or 0.0
-            clip_to(self._engine.optimizer, self._limit)
+            self._optimizer.clip_grad = self._limit
         if divisor != 1 or self._divisor != 1:
-            require("divisor", self._kind)
+            self._zero.cases.divisor.require()
             self._divisor = divisor
-            divide_gradients(self._engine.optimizer, divisor)
+            self._optimizer.loss_scale = divisor  # divides before the norm, and multiplies no loss
 
     def step(self) -> tuple[float | HostRead, bool]:
         """Take both from the engine, which has read whether the norm is finite.
 
         The norm of a skipped update is infinite.
         """
-        with (
-            nullcontext([False])
-            if self._skips
-            else without_overflow_check(self._engine.optimizer, self._kind) as invalid
-        ):
+        with nullcontext([False]) if self._skips else self._zero.without_overflow_check() as invalid:
             self._engine.step()
         if self._divisor != 1:
-            self._divisor = 1.0
-            divide_gradients(self._engine.optimizer, 1.0)
+            self._divisor = self._optimizer.loss_scale = 1.0
         norm = math.inf if any(invalid) else self._engine.get_global_grad_norm()
         updated = not self._skips or self._engine.was_step_applied()
         return HostRead(norm) if isinstance(norm, Tensor) else float(norm), updated
@@ -95,20 +62,18 @@ class TorchClipping:
     0.19.8, moe/utils.py, split_params_grads_into_shared_and_expert_params).
     """
 
-    def __init__(self, spec: ZeroSpec, engine: Any, inner: InnerOptimizer) -> None:
-        self._engine = engine
-        self._inner = inner
-        self._kind = spec.kind
-        self._skips = spec.skips
+    def __init__(self, zero: ZeroOptimizer) -> None:
+        self._zero = zero
+        self._skips = zero.spec.skips
         self._max_norm: float | None = None
         self._divisor = 1.0
         self._outcome: tuple[float | HostRead, bool | None] = math.inf, False
-        self._skip = DeviceSkip(inner.optimizer)
+        self._skip = DeviceSkip(zero.inner.optimizer)
         self._hooks = 3
         """How many hooks this package has on the torch optimizer: this one, and those of `FlatMasterWeights`."""
-        self._overflows = spec.precision.compute == "fp16"
+        self._overflows = zero.spec.precision.compute == "fp16"
         """Whether DeepSpeed's norm may overflow although ours is finite."""
-        inner.optimizer.register_step_pre_hook(self._before_update)
+        zero.inner.optimizer.register_step_pre_hook(self._before_update)
 
     def prepare(self, max_norm: float | None, divisor: float) -> None:
         """Store both for the hook."""
@@ -117,13 +82,13 @@ class TorchClipping:
     def step(self) -> tuple[float | HostRead, bool | None]:
         """Return what the hook found; it does not run if DeepSpeed skips the update."""
         self._outcome = math.inf, not self._skips
-        give_gradients(self._inner.trained)
+        self._zero.fill_gradients()
         # DeepSpeed takes the norm of gradients rounded to fp16, so it would skip a sum above 65504 that is finite in
         # fp32. An earlier check still skips what is not finite in fp32.
-        with without_overflow_check(self._engine.optimizer, self._kind) if self._overflows else nullcontext():
+        with self._zero.without_overflow_check() if self._overflows else nullcontext():
             self._skipping = ExitStack()
             with self._skipping:
-                self._engine.step()
+                self._zero.engine.step()
         return self._outcome
 
     @torch.no_grad()
