@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import gc
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -31,15 +32,12 @@ class OwnCalls:
             self.running = False
 
 
-_MARK = "_unishard_model"
-"""An attribute of parameters: the number of the model that was prepared. Sharding keeps attributes, also on the
-parameters it replaces."""
+_MARK, _NAME = "_unishard_model", "_unishard_name"
+"""Attributes of parameters: the number of the model that was prepared, and the name in it. Sharding keeps attributes,
+also on the parameters it replaces."""
 
 _trained: dict[int, str] = {}
 """The class of each model that an open engine trains."""
-
-_before: dict[int, WeakValueDictionary[str, nn.Parameter]] = {}
-"""The parameters of each such model before it was sharded, by name, while something holds them."""
 
 _own: WeakKeyDictionary[torch.optim.Optimizer, OwnCalls] = WeakKeyDictionary()
 """The optimizers that engines step, and who calls them."""
@@ -56,9 +54,9 @@ _prepared = 0
 def mark(model: nn.Module) -> None:
     """Mark the parameters of a model before it is sharded."""
     number = next(_numbers)
-    _before[number] = WeakValueDictionary(model.named_parameters())
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         setattr(parameter, _MARK, number)
+        setattr(parameter, _NAME, name)
 
 
 def is_marked(parameter: nn.Parameter) -> bool:
@@ -72,10 +70,16 @@ def same_model(one: Tensor, other: Tensor) -> bool:
 
 
 def replaced(model: nn.Module) -> WeakValueDictionary[str, nn.Parameter]:
-    """The parameters that sharding a marked model has replaced, by name, while something such as a list holds them."""
-    now = {id(parameter): getattr(parameter, _MARK, 0) for parameter in model.parameters()}
-    before: Mapping[str, nn.Parameter] = _before.get(next(iter(now.values()), 0), {})
-    return WeakValueDictionary({name: each for name, each in before.items() if id(each) not in now})
+    """The parameters that sharding a marked model has replaced, by name, while something such as a list holds them.
+
+    Looked for among all objects, since torch swaps no tensor to which there are weak references.
+    """
+    now = {id(parameter) for parameter in model.parameters()}
+    number = next((getattr(parameter, _MARK, 0) for parameter in model.parameters()), 0)
+    parameters = (each for each in gc.get_objects() if type(each) is nn.Parameter and id(each) not in now)
+    return WeakValueDictionary(
+        {getattr(each, _NAME): each for each in parameters if getattr(each, _MARK, None) == number}
+    )
 
 
 def watch(model: nn.Module, class_name: str, optimizers: Iterable[Any], own: OwnCalls) -> int:
@@ -110,7 +114,6 @@ def watch(model: nn.Module, class_name: str, optimizers: Iterable[Any], own: Own
 def forget(number: int, own: OwnCalls) -> None:
     """Watch a model and its optimizers no longer."""
     _trained.pop(number, None)
-    _before.pop(number, None)
     for optimizer in [optimizer for optimizer, caller in _own.items() if caller is own]:
         del _own[optimizer]
 
