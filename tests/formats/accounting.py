@@ -94,9 +94,10 @@ def spelled_out(reading: ReadDocument) -> Source:
 
 def changed_fits(silent: Outcome, spelled: Outcome) -> list[str]:
     """The keys that a tool assumes which have another fit where a file says them, but for what a script must do then."""
-    there = {item.key: item for item in spelled.items if not item.by_script}
-    if compare(silent.reading, spelled.reading):
-        return []  # together they are not what the tool assumes
+    there = {item.key: item for item in spelled.items if item.entry.goes_through and not item.by_script}
+    in_place = catalog.get(silent.reading.format).stays_in_place(silent.reading.source)
+    if not in_place or compare(silent.reading, spelled.reading):
+        return []  # the file has no place for them, or together they are not what its tool assumes
     return [
         f"{item.key} is {item.fit} where the file is silent, and {there[item.key].fit} where it says so"
         for item in silent.items

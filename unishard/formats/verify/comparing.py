@@ -159,7 +159,7 @@ def _reported(outcome: Outcome) -> set[str]:
         elif item.fit is not Fit.EXACT:
             reported |= fields
     reported |= {change.field for change in outcome.changes}
-    if "precision.compute" in reported:
+    if "precision.compute" in reported | outcome.reading.undecided.keys():
         reported.add("precision.loss_scale")
     if "sharding.reshard_after_forward" in reported:
         reported.add("sharding.strategy")
