@@ -36,7 +36,7 @@ ENGINES = {
     "InferenceAdapter",
     "ReplicaAdapter",
 }
-LONG = {"unishard/engine/engine.py": 580}
+LONG = {"unishard/engine/engine.py": 584}
 """One class, whose documented methods are the loop; two of three lines are documentation."""
 FORBIDDEN_WORDS = ("Manager", "Handler", "Utils", "Wrapper", "Plugin")
 

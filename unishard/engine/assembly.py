@@ -44,14 +44,14 @@ from unishard.engine.optim.loss_scale import LossScale
 from unishard.engine.optim.optimizer_calls import OptimizerCalls
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.torch_schedule import TorchSchedule
-from unishard.engine.place import Place
+from unishard.engine.place import LoopPlace
 from unishard.observe.observer import Observers
 from unishard.sequence.split_sequences import SplitSequences
 
 
 def order_of_calls(adapter: InferenceAdapter, plan: RunPlan) -> CallOrder:
     """The position in the loop, and what compares the ranks' calls. Collective."""
-    place = Place(adapter.module, plan.loop)
+    place = LoopPlace(adapter.module, plan.loop)
     ranks = RankCalls(adapter.module, adapter.device, place, plan.guard.communication)
     order = CallOrder(adapter.module, place, ranks, plan.model.precision)
     if adapter.forward_is_collective and order.ranks.compared and plan.guard.shards:

@@ -20,7 +20,7 @@ class Phase(Enum):
     CLOSED = "closed"
 
 
-class Place:
+class LoopPlace:
     """The window, the micro-batch and its phase. Others read it, and move it by its methods."""
 
     def __init__(self, module: nn.Module, training: Training) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from unishard.engine.guards.guard import Guard, Looks
-from unishard.engine.place import Place
+from unishard.engine.place import LoopPlace
 from unishard.errors import ContractError
 
 
@@ -21,7 +21,7 @@ class AddedModules(Guard):
 
     looks = Looks.CLOSELY
 
-    def __init__(self, model: nn.Module, packages: Collection[str], place: Place) -> None:
+    def __init__(self, model: nn.Module, packages: Collection[str], place: LoopPlace) -> None:
         """Remember the modules, and their parameters with their hooks.
 
         Args:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from unishard.engine.guards.guard import Guard
 from unishard.engine.guards.tensor_marks import versions
-from unishard.engine.place import Place
+from unishard.engine.place import LoopPlace
 from unishard.errors import ContractError
 from unishard.failures.compared_call import ComparedCall
 
@@ -34,7 +34,7 @@ class EditedGradients(Guard):
     Without it: some engines use the edit, such as a clipping by hand, and others never see it.
     """
 
-    def __init__(self, module: nn.Module, shown: Shown, place: Place) -> None:
+    def __init__(self, module: nn.Module, shown: Shown, place: LoopPlace) -> None:
         """Keep nothing yet.
 
         Args:

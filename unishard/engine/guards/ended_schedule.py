@@ -9,7 +9,7 @@ import torch.distributed as dist
 from unishard.engine.guards.guard import Guard
 from unishard.engine.optim.schedule import Schedule
 from unishard.engine.optim.torch_schedule import TorchSchedule
-from unishard.engine.place import Place
+from unishard.engine.place import LoopPlace
 from unishard.failures.compared_call import ComparedCall
 
 _logger = logging.getLogger("unishard")
@@ -21,7 +21,7 @@ class EndedSchedule(Guard):
     Without it: the run computes on, and trains nothing.
     """
 
-    def __init__(self, schedule: Schedule | TorchSchedule, place: Place) -> None:
+    def __init__(self, schedule: Schedule | TorchSchedule, place: LoopPlace) -> None:
         self._schedule, self._place = schedule, place
         self._ended = False
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from unishard.engine.guards.guard import Guard
-from unishard.engine.place import Place
+from unishard.engine.place import LoopPlace
 from unishard.failures.collective_check import samples
 from unishard.failures.compared_call import ComparedCall
 
@@ -19,7 +19,7 @@ class EqualOptions(Guard):
     Without it: a learning rate that is written on one rank only lets the ranks train parts of different models.
     """
 
-    def __init__(self, groups: Callable[[], Sequence[Mapping[str, Any]]], place: Place) -> None:
+    def __init__(self, groups: Callable[[], Sequence[Mapping[str, Any]]], place: LoopPlace) -> None:
         """Look at nothing yet.
 
         Args:

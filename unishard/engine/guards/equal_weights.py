@@ -16,7 +16,7 @@ from unishard.distributed import agreement
 from unishard.distributed.host_read import HostRead
 from unishard.engine.guards.guard import Guard
 from unishard.engine.guards.tensor_marks import sum_of_bits
-from unishard.engine.place import Place
+from unishard.engine.place import LoopPlace
 from unishard.failures.collective_check import samples
 from unishard.failures.compared_call import ComparedCall
 
@@ -30,7 +30,7 @@ class EqualWeights(Guard):
     Without it: a weight that is written on one rank only lets the ranks train different models.
     """
 
-    def __init__(self, module: nn.Module, place: Place) -> None:
+    def __init__(self, module: nn.Module, place: LoopPlace) -> None:
         """Start after `prepare`.
 
         Args:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from unishard.engine.place import Place
+from unishard.engine.place import LoopPlace
 from unishard.failures.compared_call import ComparedCall
 from unishard.observe.listeners import Listeners
 
@@ -131,7 +131,7 @@ def _together(blocks: Iterable[Callable[[Any], AbstractContextManager[Any]]], in
 class Guards:
     """The guards of a training loop."""
 
-    def __init__(self, place: Place, guards: Iterable[Guard]) -> None:
+    def __init__(self, place: LoopPlace, guards: Iterable[Guard]) -> None:
         """Begin to look.
 
         Args:

@@ -10,7 +10,7 @@ from unishard.contract.adapter import EngineAdapter
 from unishard.engine.guards.guard import Guard
 from unishard.engine.guards.perturbed_weights import perturbed_weights
 from unishard.engine.open_blocks import OpenBlocks
-from unishard.engine.place import Place
+from unishard.engine.place import LoopPlace
 from unishard.sequence.split_sequences import SplitSequences
 
 _APART = 8
@@ -28,7 +28,7 @@ class MixedPositions(Guard):
     silence.
     """
 
-    def __init__(self, adapter: EngineAdapter, sequences: SplitSequences, place: Place, blocks: OpenBlocks) -> None:
+    def __init__(self, adapter: EngineAdapter, sequences: SplitSequences, place: LoopPlace, blocks: OpenBlocks) -> None:
         self._adapter, self._sequences, self._place, self._blocks = adapter, sequences, place, blocks
         self._proved = self._due = False
         self._next = 0

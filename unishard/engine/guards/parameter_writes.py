@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from unishard.engine.guards.guard import Guard, Looks, WatchedModule
 from unishard.engine.guards.tensor_marks import Mark, mark, versions
 from unishard.engine.optim.stepping import replaced
-from unishard.engine.place import Place
+from unishard.engine.place import LoopPlace
 from unishard.errors import ContractError
 
 
@@ -33,7 +33,7 @@ class ParameterWrites(Guard):
     Without it: a weight that is initialized, clamped or averaged by hand is lost, or differs between engines.
     """
 
-    def __init__(self, module: nn.Module, place: Place) -> None:
+    def __init__(self, module: nn.Module, place: LoopPlace) -> None:
         """Remember the parameters after `prepare`, when the model's tensors are not its master weights.
 
         Args:

@@ -14,7 +14,7 @@ from torch import Tensor
 from unishard.contract.adapter import EngineAdapter
 from unishard.engine.guards.graph import leaves_of
 from unishard.engine.guards.guard import Guard
-from unishard.engine.place import Place
+from unishard.engine.place import LoopPlace
 from unishard.failures.compared_call import ComparedCall
 
 _NAMED = 8
@@ -28,7 +28,7 @@ class ReachedParameters(Guard):
     ranks wait for each other without end.
     """
 
-    def __init__(self, adapter: EngineAdapter, place: Place, classes: Mapping[str, str]) -> None:
+    def __init__(self, adapter: EngineAdapter, place: LoopPlace, classes: Mapping[str, str]) -> None:
         """Before the first window.
 
         Args:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from unishard.data.loader import ShareLoader
 from unishard.data.loader_checks import ranks_with_same
 from unishard.engine.guards.guard import Guard, Looks
-from unishard.engine.place import Place
+from unishard.engine.place import LoopPlace
 
 _ENOUGH = 2
 """Forwards that show a habit: one may be a trial, or follow a look at the data."""
@@ -27,7 +27,7 @@ class UnsharedData(Guard):
 
     looks = Looks.AT_UPDATES
 
-    def __init__(self, in_loop: Callable[[], bool], place: Place, warn: Callable[[str], None]) -> None:
+    def __init__(self, in_loop: Callable[[], bool], place: LoopPlace, warn: Callable[[str], None]) -> None:
         """Look at nothing yet.
 
         Args:

@@ -12,14 +12,14 @@ from unishard.engine.loop import forward_errors
 from unishard.engine.loop.rank_calls import RankCalls
 from unishard.engine.loop.wrong_calls import ANY, WRONG
 from unishard.engine.open_blocks import OpenBlocks
-from unishard.engine.place import Phase, Place
+from unishard.engine.place import LoopPlace, Phase
 from unishard.errors import ContractError
 
 
 class CallOrder:
     """Refuses calls in the wrong place. Has what says that: the place, the open blocks and the calls of the ranks."""
 
-    def __init__(self, module: nn.Module, place: Place, ranks: RankCalls, precision: Precision) -> None:
+    def __init__(self, module: nn.Module, place: LoopPlace, ranks: RankCalls, precision: Precision) -> None:
         """Start before the first call.
 
         Args:

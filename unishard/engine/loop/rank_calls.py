@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from unishard.config import Communication
-from unishard.engine.place import Place
+from unishard.engine.place import LoopPlace
 from unishard.failures import collective_check
 from unishard.failures.compared_call import ComparedCall
 
@@ -17,7 +17,7 @@ from unishard.failures.compared_call import ComparedCall
 class RankCalls:
     """Refuses calls that differ between ranks."""
 
-    def __init__(self, module: nn.Module, device: torch.device, place: Place, communication: Communication) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, place: LoopPlace, communication: Communication) -> None:
         """Join the check of the ranks. Collective.
 
         Args:

@@ -11,7 +11,7 @@ from unishard.data import epochs, position
 from unishard.data.epochs import Epochs
 from unishard.data.loader import ShareLoader
 from unishard.data.position import LoaderPass, Position, StatefulLoader
-from unishard.engine.place import Phase, Place
+from unishard.engine.place import LoopPlace, Phase
 from unishard.errors import ContractError
 
 _Resumed = tuple[Sequence[Position], int]
@@ -21,7 +21,7 @@ _Resumed = tuple[Sequence[Position], int]
 class TrainingPass:
     """One pass over a loader in training mode."""
 
-    def __init__(self, place: Place, around: TrainingPass | None, inner: Any = None) -> None:
+    def __init__(self, place: LoopPlace, around: TrainingPass | None, inner: Any = None) -> None:
         self.reading: LoaderPass | None = None
         """The loader with its position; None if it has none."""
         self.around = around
@@ -115,7 +115,7 @@ class TrainingPasses:
     before it.
     """
 
-    def __init__(self, place: Place, warn: Callable[[str], None], share: DataShare) -> None:
+    def __init__(self, place: LoopPlace, warn: Callable[[str], None], share: DataShare) -> None:
         self._place, self._warn, self._share = place, warn, share
         self._now: TrainingPass | None = None
         self._updates = 0

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from unishard.engine.place import Phase
 
 Row = Mapping[Phase | str, str]
-"""By place, a phase or what is true of `Place` or `OpenBlocks` there, the error; the first place counts."""
+"""By place, a phase or what is true of `LoopPlace` or `OpenBlocks` there, the error; the first place counts."""
 _Texts = dict[Phase | str, str]
 
 _CLOSED: _Texts = {Phase.CLOSED: "{call} was called on a closed engine; build a new model and prepare it"}
