@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -30,6 +32,14 @@ def ranks(world: int) -> Iterator[None]:
 @pytest.mark.parametrize("world", [2, 4096])
 def test_ranks_that_agree_send_64_bytes_in_one_collective(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[str, int]] = []
+
+    def recorded(name: str) -> Callable[..., Any]:
+        def send(tensor: torch.Tensor, *rest: Any, **more: Any) -> Any:
+            sent.append((name, tensor.nbytes))
+            return SimpleNamespace(wait=lambda: None)
+
+        return send
+
     for name in (
         "all_reduce",
         "all_gather",
@@ -39,7 +49,7 @@ def test_ranks_that_agree_send_64_bytes_in_one_collective(world: int, monkeypatc
         "gather_object",
         "broadcast_object_list",
     ):
-        monkeypatch.setattr(dist, name, lambda tensor, *rest, name=name, **more: sent.append((name, tensor.nbytes)))
+        monkeypatch.setattr(dist, name, recorded(name))
     with ranks(world):
         agreement.agree({"config": "x" * 50_000}, "configs")
     assert sent == [("all_reduce", 64)]
