@@ -25,6 +25,8 @@ from unishard.formats.catalog import recognise
 from unishard.formats.source import open_source
 
 MOST_SECONDS = 2.0
+INSTEAD = ("; ", "must be ", "is not in the config: ")
+"""What stands before what to write instead."""
 OVERRIDES = ((), ("backend=fsdp",), ("backend=deepspeed",), ("training.micro_batch_size=3",))
 
 
@@ -37,7 +39,7 @@ def outcome_of(data: Any, to: str, from_: str | None, overrides: tuple[str, ...]
         outcome = error
     assert time.process_time() - start < MOST_SECONDS
     if isinstance(outcome, ConfigError):
-        assert all(any(sign in problem.what for sign in ("; ", "must be ")) for problem in outcome.problems), outcome
+        assert all(any(sign in problem.what for sign in INSTEAD) for problem in outcome.problems), outcome
     return outcome
 
 
