@@ -5,6 +5,9 @@ from __future__ import annotations
 import inspect
 import warnings
 
+_BETWEEN = ("unishard.", "contextlib")
+"""Modules between the user's line and a warning."""
+
 
 class WarnOnce:
     """Issues each message once, as a warning of the first caller outside unishard."""
@@ -18,6 +21,6 @@ class WarnOnce:
             return
         self._said.add(message)
         frame, level = inspect.currentframe(), 1
-        while frame is not None and frame.f_globals.get("__name__", "").startswith("unishard."):
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
             frame, level = frame.f_back, level + 1
         warnings.warn(message, UserWarning, stacklevel=level)
