@@ -14,6 +14,7 @@ from unishard import config
 from unishard.contract.adapter import EngineAdapter
 from unishard.distributed.shards import Shard
 from unishard.eight_bit.adamw import AdamW8bit
+from unishard.eight_bit.kernel_hint import hide_kernel_hint
 from unishard.eight_bit.moments import ShardPlace
 from unishard.engine.optim.empty_groups import let_copy_step
 from unishard.engine.optim.stepped_by_name import stepped_by_name
@@ -23,6 +24,7 @@ _logger = logging.getLogger("unishard")
 
 def adamw_8bit_of(cfg: config.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Build bitsandbytes' optimizer, in whose place `on_blocks` puts one that steps shards."""
+    hide_kernel_hint()
     from bitsandbytes.optim import AdamW8bit
 
     built: torch.optim.Optimizer = AdamW8bit(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps)

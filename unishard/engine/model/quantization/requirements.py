@@ -12,6 +12,7 @@ from unishard.config import Quantization
 from unishard.config.topology import Topology
 from unishard.contract.installed import version_of
 from unishard.distributed.devices import device_of
+from unishard.eight_bit.kernel_hint import hide_kernel_hint
 from unishard.engine.model.quantization.linear import quantized_layers
 from unishard.engine.model.quantization.loading import storage_of
 from unishard.engine.model.quantization.storage import Storage
@@ -30,6 +31,7 @@ def require_installed(word: str) -> None:
     if find_spec("bitsandbytes") is None:
         message = f"{word} needs bitsandbytes, which is not installed; pip install 'unishard[quantization]'"
         raise ConfigError([Problem(_FIELD, message)])
+    hide_kernel_hint()
 
 
 def check_quantized(model: nn.Module, cfg: Quantization, topology: Topology) -> None:
