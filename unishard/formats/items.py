@@ -116,8 +116,9 @@ def _unless_left(item: Item, reading: ReadDocument, target: Format, written: Ren
     same engine.
     """
     entry = item.entry
-    stays = stays_with_engine(reading) and target.engine in ("", reading.config.backend)
-    if target.name == "unishard" or item.fit not in (Fit.EQUIVALENT, Fit.APPROXIMATE) or not stays:
+    if target.name == "unishard" or item.fit not in (Fit.EQUIVALENT, Fit.APPROXIMATE):
+        return item
+    if target.engine not in ("", reading.config.backend) or not stays_with_engine(reading):
         return item
     there = of_engine(entry, written.document)
     if not there and (entry.assumed or entry.usual):
