@@ -114,7 +114,7 @@ def lazy(shards: Mapping[str, Shard]) -> dict[str, LazyShard]:
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, LazyShard]:
-    """Tensors that this rank alone writes."""
+    """Tensors that only this rank writes."""
     return lazy({name: Shard(tensor.shape, tensor) for name, tensor in tensors.items()})
 
 

@@ -26,7 +26,7 @@ class Parts(NamedTuple):
     user: UserState
     data: DataPosition
     all: Sequence[Part]
-    """In the order in which a load goes through them; they are read after what they are beside of."""
+    """In the order in which a load goes through them: moments of 8 bits are read once the optimizer's state is made."""
 
 
 def parts_of(run: Run, state: Any = None, merged: Merged | None = None) -> Parts:
