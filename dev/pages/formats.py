@@ -113,13 +113,9 @@ def _page(tool: _Tool) -> str:
 
 
 def _keys(keys: Mapping[str, Key]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each key; keys with equal cells share one."""
-    alike: dict[tuple[tuple[str, ...], str, str, str], list[str]] = {}
-    for name, key in keys.items():
+    for name, key in sorted(keys.items()):
         silent = "" if key.tool_default is NOTHING else code(key.tool_default)
-        alike.setdefault((key.fields, f"**{key.fit}**", silent, key.note), []).append(f"`{name}`")
-    for (fields, fit, silent, note), names in alike.items():
-        yield ", ".join(names), ", ".join(f"`{field}`" for field in fields), fit, silent, note
+        yield f"`{name}`", ", ".join(f"`{field}`" for field in key.fields), f"**{key.fit}**", silent, key.note
 
 
 def _fields(rules: Mapping[str, Rule]) -> Iterator[tuple[str, ...]]:
