@@ -13,13 +13,13 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 OUTSIDE = {
-    "README.md": "start.md",
+    "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "MAPPING.md": "mapping.md",
     "CHANGELOG.md": "changelog.md",
 }
-"""Pages by their path in the checkout, and their names in the site, where a README.md
-would be another index."""
+"""Pages by their path in the checkout, and their names in the site, which begins with what
+unishard is."""
 
 _CODE = re.compile(r"`[^`\n]+`")
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")

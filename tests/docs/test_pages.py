@@ -28,7 +28,7 @@ from unishard.config.sharding import Strategy
 from unishard.testing import run_ranks
 
 TUTORIAL = "docs/writing-a-backend.md"  # one module in several blocks: test_tutorial.py
-FIRST = ("README.md", "docs/index.md")
+FIRST = ("README.md", "docs/loop.md")
 """What a newcomer runs on one rank; on two, README is run below on both engines."""
 LANGUAGES = {"python", "yaml", "toml", "bash", "console", "text"}
 

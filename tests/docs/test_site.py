@@ -1,5 +1,4 @@
-"""The site that `make site` builds: every page is in it once, in the order of the guide's contents, and so is every
-public name."""
+"""The site that `make site` builds: every page is in it once, and so is every public name."""
 
 from __future__ import annotations
 
@@ -58,16 +57,9 @@ def test_every_page_is_in_the_navigation_once(hooks: ModuleType) -> None:
     assert sorted(entries(SITE["nav"])) == sorted(names)
 
 
-def test_a_newcomer_reads_start_concepts_how_to_reference() -> None:
-    assert [title for group in SITE["nav"] for title in group] == ["Start", "Concepts", "How to", "Reference", "API"]
-
-
-def test_the_contents_of_the_guide_follow_the_navigation(hooks: ModuleType) -> None:
-    links = re.findall(r"^\| \[[^\]]+\]\(([^)]+)\) \|", (DOCS / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
-    api = [page for page in entries(SITE["nav"]) if page.startswith("api/")]
-    assert [hooks.in_site(link, "index.md") for link in links] == [
-        page for page in entries(SITE["nav"]) if page != "index.md" and page not in api[1:]
-    ]
+def test_a_newcomer_sees_what_unishard_is_and_then_four_tabs() -> None:
+    titles = [title for group in SITE["nav"] for title in group]
+    assert titles == ["What unishard is", "Train", "Run", "Evidence", "Develop"]
 
 
 def test_every_public_name_is_on_one_page_of_the_api() -> None:
@@ -104,9 +96,9 @@ def test_what_is_listed_of_the_conformance_suite_is_there() -> None:
     ("target", "page", "site"),
     [
         ("../MAPPING.md", "schema.md", "mapping.md"),
-        ("../README.md", "index.md", "start.md"),
-        ("docs/index.md", "start.md", "index.md"),
-        ("docs/resuming.png", "start.md", "resuming.png"),
+        ("../README.md", "loop.md", "index.md"),
+        ("docs/loop.md", "index.md", "loop.md"),
+        ("docs/resuming.png", "index.md", "resuming.png"),
         ("MAPPING.md", "contributing.md", "mapping.md"),
         ("../schema.md", "api/config.md", "../schema.md"),
         ("training.md", "api/index.md", "training.md"),
@@ -121,7 +113,7 @@ def test_a_link_of_the_checkout_leads_to_the_same_page_in_the_site(
 
 def test_nothing_else_of_a_page_changes(hooks: ModuleType) -> None:
     text = "[a](https://example.org/b.md) [b](#c) [c](mailto:a@example.org) [d](sharding.md#e) | f \\| g | `h`"
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="loop.md"))
     assert hooks.on_page_markdown(text, page, None, None) == text
     assert hooks.on_page_markdown("| `a \\| b` |", page, None, None) == "| `a | b` |"
 
