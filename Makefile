@@ -27,7 +27,7 @@ help: ## List the targets.
 setup: $(READY) ## Install unishard and all its extras into .venv (editable).
 
 demo: $(READY) ## Train the same tiny Llama on both engines; table and plot in demo-out/.
-	$(BIN)/unishard demo
+	$(BIN)/python examples/demo.py
 
 test: $(READY) ## Run the whole suite; ARGS="-k name" for a part of it, ARGS=--deep also for what it takes in turns.
 	$(PYTEST) $(ARGS)

@@ -47,7 +47,6 @@ def test_explain_native(backend: str) -> None:
         ["explain", "configs/llama_tiny.yaml"],
         ["check", "configs/zero2_bf16.yaml"],
         ["schema"],
-        ["backends"],
         ["plan", "--help"],
     ],
     ids=lambda arguments: arguments[0],
@@ -95,8 +94,6 @@ def test_a_translation_imports_the_tables_that_it_uses(arguments: list[str]) -> 
             "unishard.engine",
             "unishard.contract.private_api",
             "unishard.contract.backend",
-            "unishard.config.loading.undecided",
-            "unishard.formats.wizard",
         ),
         *(
             "unishard_fsdp.options",

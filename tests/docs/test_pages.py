@@ -168,7 +168,6 @@ TORCHRUN = "torchrun --standalone --nproc-per-node 2 "
 ELSEWHERE = (
     "unishard compare ",
     "unishard launch configs",
-    "unishard parity ",
     f"{TORCHRUN}examples/finetune_t5_lora.py ",
 )
 """What runs a training that has tests of its own: test_compare.py, test_launching.py, test_parity_differences.py and

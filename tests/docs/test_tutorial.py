@@ -52,7 +52,7 @@ def run(project, *command):
 
 
 def test_it_is_listed_beside_the_others(project):
-    done = run(project, "-m", "unishard", "backends")
+    done = run(project, "-m", "unishard", "doctor")
     assert done.returncode == 0, done.stderr
     assert "plain" in done.stdout
     assert "deepspeed" in done.stdout

@@ -29,18 +29,28 @@ def folder(tmp_path: Path) -> Path:
 def test_the_command_exports_the_latest_of_a_folder(folder: Path, tmp_path: Path) -> None:
     (folder.parent / "latest").write_text("step-00000007\n")
     result = CliRunner().invoke(
-        app, ["export", str(folder.parent), str(tmp_path / "out"), "--dtype", "bf16", "--max-shard-size", "4KB"]
+        app,
+        [
+            "checkpoint",
+            "export",
+            str(folder.parent),
+            str(tmp_path / "out"),
+            "--dtype",
+            "bf16",
+            "--max-shard-size",
+            "4KB",
+        ],
     )
     assert result.exit_code == 0, result.output
     count = len(list((tmp_path / "out").glob("*.safetensors")))
     assert count > 1
     assert result.stdout.startswith(f"{tmp_path / 'out'}: {count} files of tensors, 10.2 kB in bfloat16, from {folder}")
     assert {tensor.dtype for tensor in tensors_in(tmp_path / "out").values()} == {torch.bfloat16}
-    again = CliRunner().invoke(app, ["export", str(folder.parent), str(tmp_path / "out")])
-    assert again.exit_code == 1
-    assert "pass overwrite=True (`unishard export --overwrite`)" in again.stderr
+    again = CliRunner().invoke(app, ["checkpoint", "export", str(folder.parent), str(tmp_path / "out")])
+    assert again.exit_code == 2
+    assert "pass overwrite=True (`unishard checkpoint export --overwrite`)" in again.stderr
     again = CliRunner().invoke(
-        app, ["export", str(folder.parent), str(tmp_path / "out"), "--overwrite", "--dtype", "fp32"]
+        app, ["checkpoint", "export", str(folder.parent), str(tmp_path / "out"), "--overwrite", "--dtype", "fp32"]
     )
     assert again.exit_code == 0, again.output
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
@@ -56,23 +66,23 @@ def test_the_command_exports_the_latest_of_a_folder(folder: Path, tmp_path: Path
     ],
 )
 def test_the_command_refuses_in_one_message(arguments: list[str], what: str, folder: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "out"), *arguments])
-    assert result.exit_code == 1
+    result = CliRunner().invoke(app, ["checkpoint", "export", str(folder), str(tmp_path / "out"), *arguments])
+    assert result.exit_code == 2
     assert what in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "out")])
-    assert result.exit_code == 1
+    result = CliRunner().invoke(app, ["checkpoint", "export", str(tmp_path), str(tmp_path / "out")])
+    assert result.exit_code == 2
     assert "no complete checkpoint" in result.stderr
 
 
 def test_it_needs_neither_transformers_nor_an_engine(folder: Path, tmp_path: Path) -> None:
     code = (
         "import sys\nfrom unishard.cli import app\n"
-        f"app(['export', {str(folder)!r}, {str(tmp_path / 'out')!r}], standalone_mode=False)\n"
+        f"app(['checkpoint', 'export', {str(folder)!r}, {str(tmp_path / 'out')!r}], standalone_mode=False)\n"
         "print([name for name in ('transformers', 'peft', 'safetensors', 'deepspeed', 'unishard.engine.engine') if "
         "name in sys.modules])"
     )
@@ -101,7 +111,7 @@ def test_a_config_that_changed_on_disk_is_named(folder: Path, tmp_path: Path) ->
 
 def test_a_checkpoint_of_another_tool_has_tensors_and_says_so(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "here", tiny("Llama"), assets=False)
-    result = CliRunner().invoke(app, ["export", str(folder), str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["checkpoint", "export", str(folder), str(tmp_path / "out")])
     assert result.exit_code == 0
     assert "no config.json written, because the checkpoint has none" in result.stderr
     assert tensors_in(tmp_path / "out").keys() == stretches_of(tiny("Llama")).keys()
@@ -184,7 +194,7 @@ def test_a_described_model_is_exported_as_one_that_the_checkpoint_knows(
     model.config.save_pretrained(origin)
     model.generation_config.save_pretrained(origin)
     bare = checkpoint(tmp_path / "bare", model, assets=False)
-    result = CliRunner().invoke(app, ["export", str(bare), str(tmp_path / "out"), "--model", str(origin)])
+    result = CliRunner().invoke(app, ["checkpoint", "export", str(bare), str(tmp_path / "out"), "--model", str(origin)])
     assert result.exit_code == 0, result.output
     assert not result.stderr
     assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
@@ -212,8 +222,10 @@ def test_a_description_of_another_model_is_refused_in_one_message(
     (tmp_path / "origin").mkdir()
     if config is not None:
         (tmp_path / "origin/config.json").write_text(config)
-    result = CliRunner().invoke(app, ["export", str(bare), str(tmp_path / "out"), "--model", str(tmp_path / "origin")])
-    assert result.exit_code == 1
+    result = CliRunner().invoke(
+        app, ["checkpoint", "export", str(bare), str(tmp_path / "out"), "--model", str(tmp_path / "origin")]
+    )
+    assert result.exit_code == 2
     assert what in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
@@ -221,7 +233,9 @@ def test_a_description_of_another_model_is_refused_in_one_message(
 
 def test_a_checkpoint_in_place_of_a_model_is_named(folder: Path, tmp_path: Path) -> None:
     for given in (folder, folder.parent):
-        with pytest.raises(ModelError, match=rf"it holds a checkpoint of unishard, .* `unishard export {given} DIREC"):
+        with pytest.raises(
+            ModelError, match=rf"it holds a checkpoint of unishard, .* `unishard checkpoint export {given} DIREC"
+        ):
             files_of(given)
     with pytest.raises(ModelError, match="pass a directory written by save_pretrained"):
         files_of(tmp_path)

@@ -325,7 +325,9 @@ def test_a_checkpoint_is_complete_where_what_an_export_needs_cannot_be_found(
         folder = checkpoint(tmp_path / "here", model)
     told = "LlamaForCausalLM cannot be exported from the checkpoint: TypeError: "
     assert [each[: len(told)] for each in warned(caplog)] == [told]
-    with pytest.raises(CheckpointError, match=r"LlamaForCausalLM cannot be exported .*; .* unishard export --model"):
+    with pytest.raises(
+        CheckpointError, match=r"LlamaForCausalLM cannot be exported .*; .* unishard checkpoint export --model"
+    ):
         export_checkpoint(folder, tmp_path / "out")
 
 

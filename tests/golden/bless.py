@@ -29,6 +29,7 @@ COMMANDS = (
     "",
     *get_command(app).commands,  # type: ignore[attr-defined]  # a group
     *("checkpoint list", "checkpoint inspect", "checkpoint verify", "checkpoint diff", "checkpoint convert"),
+    "checkpoint export",
 )
 
 

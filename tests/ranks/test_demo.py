@@ -1,51 +1,109 @@
-"""The demo from end to end, and what it says when something is wrong."""
+"""The demo from end to end, and the script that it trains."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 from contextlib import redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forking import completed, in_a_fork
 from harness import run_script, until
-from rich.console import Console
 
-from unishard.errors import BackendError
 from unishard.testing import run_ranks
-from unishard.tools.demo import comparison, training
-from unishard.tools.demo.comparison import run_demo
-from unishard.tools.demo.curves import TrainingCurve
-from unishard.tools.demo.training import DemoError
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "train_llama.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def curve(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def test_both_engines_draw_the_same_curve(tmp_path: Path) -> None:
-    done = completed(
-        [sys.executable, "-m", "unishard", "demo", "--out", tmp_path, "--steps", "8"], capture_output=True, text=True
-    )
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--out", str(tmp_path), "--steps", "8"]
+    done = completed(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    one, other = (TrainingCurve.read(tmp_path / f"{backend}.json") for backend in ("fsdp", "deepspeed"))
-    assert (one.ranks, other.ranks, len(one.losses), len(other.losses)) == (2, 2, 8, 8)
-    assert one.losses[-1] < one.losses[0] - 0.5
-    assert one.losses == pytest.approx(other.losses, rel=1e-5, abs=0)
-    assert one.grad_norms == pytest.approx(other.grad_norms, rel=1e-4, abs=0)
-    assert len(one.peak_memory_bytes) == 2
+    one, other = (curve(tmp_path / f"{backend}.json") for backend in ("fsdp", "deepspeed"))
+    assert (one["ranks"], other["ranks"], len(one["losses"]), len(other["losses"])) == (2, 2, 8, 8)
+    assert one["losses"][-1] < one["losses"][0] - 0.5
+    assert one["losses"] == pytest.approx(other["losses"], rel=1e-5, abs=0)
+    assert one["grad_norms"] == pytest.approx(other["grad_norms"], rel=1e-4, abs=0)
+    assert len(one["peak_memory_bytes"]) == 2
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert "backend: fsdp" in done.stdout
-    assert "backend: deepspeed" in done.stdout
-    assert "step 8/8" in done.stdout
-    assert f"{one.losses[-1]:.6f}" in done.stdout
-    assert "of the loss) at step" in done.stdout
+    assert "--set backend=fsdp " in done.stdout
+    assert "--set backend=deepspeed " in done.stdout
+    assert f"{one['losses'][-1]:.6f}" in done.stdout
+    assert " of the loss, at step " in done.stdout
+    assert "step 8/8" in done.stderr
+
+
+@pytest.mark.parametrize("last", [3.0003, float("nan")])
+def test_curves_that_part_fail_and_are_drawn(tmp_path: Path, last: float) -> None:
+    code, said = in_a_fork(parted, tmp_path, last)
+    assert code.startswith("the curves should agree within 1e-04 of the loss")
+    assert "at step 3 of 3" in said
+    assert (tmp_path / "loss.png").exists()
+
+
+def parted(out: Path, last: float) -> tuple[str, str]:
+    """How the demo ends whose runs give curves with another last loss."""
+    sys.path.insert(0, str(EXAMPLES))
+    import demo
+
+    def train(backend: str, *_: Any) -> dict[str, Any]:
+        losses = [5.0, 4.0, 3.0 if backend == "fsdp" else last]
+        rest = {"step_seconds": [0.1] * 3, "peak_memory_bytes": [2**20] * 2, "ranks": 2}
+        return {"backend": backend, "losses": losses, **rest}
+
+    demo.train = train
+    sys.argv = ["demo.py", "--out", str(out), "--steps", "3"]
+    with redirect_stdout(io.StringIO()) as printed:
+        try:
+            demo.main()
+        except SystemExit as end:
+            return str(end.code), printed.getvalue()
+    return "", printed.getvalue()
+
+
+WAITING = """
+import os, pathlib, time
+pathlib.Path({folder!r}, f"pid{{os.environ['RANK']}}").write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+def stopped(folder: Path) -> int:
+    """How the demo ends that gets a signal while its ranks train; they must end with it."""
+    (folder / "examples").mkdir()
+    shutil.copy(EXAMPLES / "demo.py", folder / "examples")
+    shutil.copytree(EXAMPLES.parent / "configs", folder / "configs")
+    (folder / "examples" / "train_llama.py").write_text(WAITING.format(folder=str(folder)))
+    command = [sys.executable, str(folder / "examples" / "demo.py"), "--out", str(folder / "out")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        written = [folder / f"pid{rank}" for rank in range(2)]
+        assert until(lambda: all(path.exists() and path.read_text() for path in written))
+        process.send_signal(signal.SIGTERM)
+    assert until(lambda: not any(alive(int(path.read_text())) for path in written))
+    return process.returncode
+
+
+def test_a_demo_that_is_stopped_ends_its_ranks(tmp_path: Path) -> None:
+    assert in_a_fork(stopped, tmp_path) == 128 + signal.SIGTERM
+
+
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def run_scripts(*calls: tuple[str, ...]) -> list[str]:
@@ -53,7 +111,7 @@ def run_scripts(*calls: tuple[str, ...]) -> list[str]:
     printed = []
     for arguments in calls:
         with redirect_stdout(io.StringIO()) as out:
-            run_script(SCRIPT, *arguments)
+            run_script(EXAMPLES / "train_llama.py", *arguments)
         printed.append(out.getvalue())
     return printed
 
@@ -72,140 +130,5 @@ def test_the_script_goes_on_where_an_earlier_run_was_saved(tmp_path: Path) -> No
     for newest in (tmp_path / "run").glob("step-*4"):
         shutil.rmtree(newest)
     run_ranks(1, run_scripts, arguments("deepspeed", *saving))
-    one, other = (TrainingCurve.read(tmp_path / f"{backend}.json").losses for backend in ("fsdp", "deepspeed"))
+    one, other = (curve(tmp_path / f"{backend}.json")["losses"] for backend in ("fsdp", "deepspeed"))
     assert other == pytest.approx(one[2:], rel=1e-6)
-
-
-def run(backend: str, losses: list[float]) -> TrainingCurve:
-    return TrainingCurve(backend, 2, losses, [1.0] * len(losses), [0.1] * len(losses), [2**20, 2**20])
-
-
-def stub(monkeypatch: pytest.MonkeyPatch, curves: dict[str, list[float]]) -> None:
-    """The engines' part: a run that is over at once."""
-
-    def train(backend: str, *_: Any, **__: Any) -> TrainingCurve:
-        return run(backend, curves[backend])
-
-    monkeypatch.setattr(comparison, "train", train)
-
-
-@pytest.mark.parametrize("last", [3.0003, float("nan")])
-def test_curves_that_part_are_an_error_that_says_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: float
-) -> None:
-    stub(monkeypatch, {"fsdp": [5.0, 4.0, 3.0], "deepspeed": [5.0, 4.0, last]})
-    with pytest.raises(DemoError, match=f"at step 3 fsdp has loss 3.000000 and deepspeed has loss {last:.6f}"):
-        run_demo(out=tmp_path, steps=3)
-    assert (tmp_path / "loss.png").exists(), "the picture of what went wrong is kept"
-
-
-def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        comparison, "find_spec", lambda name: None if name in ("deepspeed", "matplotlib") else find_spec(name)
-    )
-    with pytest.raises(BackendError, match=r"needs deepspeed, matplotlib, .*pip install 'unishard\[demo\]'"):
-        run_demo(out=tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def failure(folder: Path, text: str) -> str:
-    """The error of a run of another script on one rank."""
-    (folder / "script.py").write_text(text, encoding="utf-8")
-    training._find = lambda path: folder / "script.py"
-    try:
-        training.train("fsdp", folder / "fsdp.json", world_size=1, steps=1, console=Console(file=io.StringIO()))
-    except DemoError as error:
-        return str(error)
-    return ""
-
-
-def test_a_failing_run_is_told_with_its_own_last_lines(tmp_path: Path) -> None:
-    message = in_a_fork(failure, tmp_path, "raise SystemExit('the reason why')")
-    assert message.startswith(
-        f"training on fsdp failed with exit code 1; its last lines (all are in {tmp_path / 'fsdp.log'}):"
-    )
-    assert message.endswith("the reason why"), "not torchrun's report of it"
-    assert "ChildFailedError" in (tmp_path / "fsdp.log").read_text()
-
-
-WAITING = """
-import os, pathlib, time
-pathlib.Path({folder!r}, f"pid{{os.environ['RANK']}}").write_text(str(os.getpid()))
-print("step 1/9", flush=True)
-time.sleep(600)
-"""
-STOPPED = """
-import signal
-from pathlib import Path
-from unishard.cli import main
-from unishard.tools.demo import training
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-training._find = lambda path: Path({script!r})
-main()
-"""
-
-
-def stopped(folder: Path, number: signal.Signals) -> tuple[int, str]:
-    """How a demo that gets a signal ends, and what it says."""
-    script, demo, out = folder / "script.py", folder / "demo.py", folder / "out"
-    script.write_text(WAITING.format(folder=str(folder)))
-    demo.write_text(STOPPED.format(script=str(script)))
-    command = [sys.executable, str(demo), "demo", "--out", str(out)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert until(lambda: "step 1/9" in log(out)), log(out)
-        written = [folder / f"pid{rank}" for rank in range(2)]
-        assert until(lambda: all(path.exists() and path.read_text() for path in written))
-        ranks = [int(path.read_text()) for path in written]
-        assert [alive(rank) for rank in ranks] == [True, True]
-        process.send_signal(number)
-        _, said = process.communicate(timeout=60)
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
-    assert until(lambda: not any(alive(rank) for rank in ranks))
-    return process.returncode, said
-
-
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [
-        (signal.SIGTERM, 143),
-        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.deep),
-        (signal.SIGINT, 130),
-    ],
-    ids=str,
-)
-def test_a_demo_that_is_stopped_ends_its_ranks_and_says_which_run_it_was(
-    tmp_path: Path, number: signal.Signals, code: int
-) -> None:
-    out = tmp_path / "out"
-    said = (
-        f"interrupted while training on fsdp: {out / 'fsdp.json'} is not written, the output so far is in "
-        f"{out / 'fsdp.log'}\n"
-    )
-    assert in_a_fork(stopped, tmp_path, number) == (code, said)
-    assert [path.name for path in out.iterdir()] == ["fsdp.log"]
-
-
-def log(out: Path) -> str:
-    return (out / "fsdp.log").read_text() if (out / "fsdp.log").exists() else ""
-
-
-def alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_an_old_curve_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
-    (tmp_path / "fsdp.json").write_text("{}")
-    message = in_a_fork(failure, tmp_path, "")
-    assert re.search(r"ended without a readable .*fsdp\.json", message)
-
-
-def test_a_missing_script_is_told_with_where_it_was_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DemoError, match=r"cannot find nothing.py, looked in .*examples, .*share/unishard"):
-        training._find("examples/nothing.py")

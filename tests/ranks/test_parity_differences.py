@@ -1,4 +1,4 @@
-"""Faults are seeded into a training, and `unishard parity` finds each, and names the field or the module."""
+"""Faults are seeded into a training, and `unishard compare --same` finds each, and names the field or the module."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _inside(name: str) -> Callable[[Path], Path]:
 
 
 def _read_ours(path: Path) -> None:
-    """As `unishard checkpoint list`, `inspect`, `verify`, `unishard export` and a load do."""
+    """As `unishard checkpoint list`, `inspect`, `verify`, `unishard checkpoint export` and a load do."""
     here = path.parent if path.parent.name != "assets" else path.parent.parent
     finding.latest(here.parent)
     found = manifest.read(here)

@@ -77,7 +77,7 @@ COMMANDS: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "explain one that is not valid": (config, ("explain",)),
     "translate": (native, ("translate", "--to", "unishard")),
     "translate in Markdown": (native, ("translate", "--to", "unishard", "--report", "markdown")),
-    "migrate": (lambda folder: folder_of(native(folder)), ("migrate", "--to", "unishard")),
+    "translate a directory": (lambda folder: folder_of(native(folder)), ("translate", "--to", "unishard")),
     "no file": (lambda folder: folder / f"no{NASTY}.yaml", ("check",)),
     "no checkpoint": (lambda folder: folder / f"no{NASTY}", ("checkpoint", "inspect")),
 }
@@ -95,7 +95,7 @@ def test_no_control_character_is_printed(
     result = CliRunner().invoke(app, [*command, str(lay_out(tmp_path))], prog_name="unishard")
     shown = STYLE.sub("", result.output)
     assert shown
-    assert "w\\u001b" in shown or name in ("list", "migrate")
+    assert "w\\u001b" in shown or name in ("list", "translate a directory")
     assert not CONTROL.search(shown), ascii(shown)
     assert not [line for line in shown.splitlines() if line.lstrip().startswith("forged")]
 

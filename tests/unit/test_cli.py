@@ -11,6 +11,7 @@ import pytest
 from running import TINY, Terminal, run
 
 import unishard
+from unishard.cli import _COMMANDS, _REPLACED
 
 
 def test_usage_errors_are_short() -> None:
@@ -38,18 +39,13 @@ def test_version() -> None:
     assert run("--version").stdout == f"unishard {unishard.__version__}\n"
 
 
-def test_backends() -> None:
-    header, *lines = run("backends").stdout.splitlines()
-    assert header.split() == ["backend", "package", "engine", "to", "install"]
-    assert [line.split()[0] for line in lines] == ["deepspeed", "fsdp"]
-    assert all(" ready" in line for line in lines)
-
-
-def test_backends_that_miss_their_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unishard.contract.registry.find_spec", lambda name: None)
-    lines = run("backends").stdout.splitlines()[1:]
-    assert lines[0].endswith("missing  pip install 'unishard[torch,deepspeed]'")
-    assert lines[1].endswith("missing  pip install 'unishard[torch]'")
+def test_a_command_of_an_earlier_version_names_what_replaces_it() -> None:
+    for old, new in _REPLACED.items():
+        result = run(old, "anything")
+        assert result.exit_code == 2
+        assert result.stderr.splitlines()[-1] == f"Error: No such command {old!r}. Use {new}."
+        assert new.partition(" ")[0] in (*_COMMANDS, "make")
+        assert old not in _COMMANDS
 
 
 def test_what_the_operating_system_refuses_is_one_message(config: Path) -> None:
@@ -58,7 +54,7 @@ def test_what_the_operating_system_refuses_is_one_message(config: Path) -> None:
         Path(name).touch()
     result = run("compare", str(config), "--out", "file", "train.py")
     (message,) = [line for line in result.stderr.splitlines() if "cannot be opened" in line]
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message.startswith(str(config.with_name("file")))
     assert message.endswith(": cannot be opened (Not a directory); name another file or directory")
 
@@ -111,7 +107,7 @@ def test_nothing_is_searched_for_garbage_at_the_end(config: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["--version", "backends", f"explain '{TINY}'", f"translate '{TINY}' --to unishard --report none"]
+    "command", ["--version", "schema", f"explain '{TINY}'", f"translate '{TINY}' --to unishard --report none"]
 )
 def test_output_that_nobody_reads_is_quiet(command: str) -> None:
     reader, writer = os.pipe()
@@ -133,7 +129,7 @@ def test_output_that_nobody_reads_is_quiet(command: str) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
 @pytest.mark.parametrize(
-    "command", ["--version", "backends", f"explain '{TINY}'", f"translate '{TINY}' --to unishard --report none"]
+    "command", ["--version", "schema", f"explain '{TINY}'", f"translate '{TINY}' --to unishard --report none"]
 )
 def test_output_that_does_not_fit_is_one_message(command: str) -> None:
     result = subprocess.run(
@@ -149,27 +145,6 @@ def test_output_that_does_not_fit_is_one_message(command: str) -> None:
         result.stderr
         == "cannot write the output (No space left on device); free some space, or write it to another disk\n"
     )
-
-
-def test_backend_that_cannot_be_imported_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib.metadata import EntryPoint
-
-    from unishard.contract import registry
-
-    points = {"broken": EntryPoint("broken", "no_such_module:backend", registry.GROUP), **registry.available()}
-    monkeypatch.setattr(registry, "available", lambda group=registry.GROUP: points)
-    lines = run("backends").stdout.splitlines()[1:]
-    assert "import error: No module named 'no_such_module'" in lines[0]
-    assert [line.split()[0] for line in lines] == ["broken", "deepspeed", "fsdp"]
-
-
-def test_demo_is_called_with_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    import unishard.tools.demo.comparison
-
-    calls: list[dict[str, object]] = []
-    monkeypatch.setattr(unishard.tools.demo.comparison, "run_demo", lambda **arguments: calls.append(arguments))
-    assert run("demo", "--out", "there", "--world-size", "3", "--steps", "5").exit_code == 0
-    assert calls == [{"out": Path("there"), "world_size": 3, "steps": 5}]
 
 
 def test_launch_without_a_config_says_what_to_write() -> None:

@@ -185,5 +185,5 @@ def test_a_picture_that_cannot_be_written_is_refused_before_anything_runs(tmp_pa
     (tmp_path / "train.py").write_text("")
     absent = tmp_path / "no" / "all.svg"
     result = run("compare", str(tmp_path / "c.yaml"), "--picture", str(absent), str(tmp_path / "train.py"))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert f"there is no folder {absent.parent}; make it" in one_line(result.stderr)

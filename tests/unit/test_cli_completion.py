@@ -65,7 +65,7 @@ def test_commands() -> None:
     assert set(offered("unishard ")) == set(_COMMANDS)
     assert offered("unishard checkp") == ["checkpoint"]
     assert offered("unishard checkpoint ve") == ["verify"]
-    assert "--changed" in offered("unishard explain --")
+    assert "--all" in offered("unishard explain --")
 
 
 def test_backends_and_formats() -> None:
@@ -73,20 +73,19 @@ def test_backends_and_formats() -> None:
     assert offered("unishard explain c.yaml d") == ["deepspeed"]
     assert offered("unishard translate c.yaml --from ll") == ["llamafactory"]
     assert offered("unishard translate c.yaml --to ll") == ["llamafactory"]
-    assert offered("unishard migrate . --to unis") == ["unishard"]
+    assert offered("unishard translate . --to unis") == ["unishard"]
 
 
 def test_lists_with_commas_and_devices() -> None:
-    for command in ("compare", "parity"):
-        assert offered(f"unishard {command} c.yaml --backends ") == list(unishard.available())
-        assert offered(f"unishard {command} c.yaml --backends fsdp,d") == ["fsdp,deepspeed"]
+    assert offered("unishard compare c.yaml --backends ") == list(unishard.available())
+    assert offered("unishard compare c.yaml --backends fsdp,d") == ["fsdp,deepspeed"]
     assert offered("unishard compare c.yaml --strategies full_shard,hybrid_shard_") == [
         "full_shard,hybrid_shard_grad_op"
     ]
     assert offered("unishard plan c.yaml --device h100") == ["h100-80g"]
 
 
-@pytest.mark.parametrize("command", ["plan", "launch", "compare", "parity"])
+@pytest.mark.parametrize("command", ["plan", "launch", "compare"])
 def test_options_of_the_commands_around_a_run(command: str) -> None:
     options = offered(f"unishard {command} c.yaml --")
     assert {"--set", "--json"} <= set(options)

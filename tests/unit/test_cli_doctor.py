@@ -203,7 +203,9 @@ def test_a_backend_that_cannot_be_imported_fails(monkeypatch: pytest.MonkeyPatch
         return real(name)
 
     monkeypatch.setattr(registry, "get", get)
-    assert report(exit_code=1)["backend fsdp"]["found"] == "cannot be imported: RuntimeError: no"
+    found = report(exit_code=1)
+    assert found["backend fsdp"]["found"] == "cannot be imported: RuntimeError: no"
+    assert found["backend deepspeed"]["found"].startswith("ready, from unishard ")
 
 
 def test_a_probe_that_fails_names_the_case_the_name_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

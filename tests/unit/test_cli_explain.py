@@ -26,7 +26,7 @@ def explained(monkeypatch: pytest.MonkeyPatch, columns: int) -> str:
     monkeypatch.setenv("TERM", "xterm")
     with monkeypatch.context() as patch:
         patch.setattr("sys.stdout", screen)
-        explain(Path(TINY), set_=["sharding=zero2"])
+        explain(Path(TINY), set_=["sharding=zero2"], every=True)
     return plain(screen.getvalue())
 
 
@@ -52,14 +52,13 @@ def test_explain_on_a_wide_terminal_is_a_table(monkeypatch: pytest.MonkeyPatch) 
     assert "│ sharding.strategy " in explained(monkeypatch, 200)
 
 
-def test_in_a_pipe_it_is_a_table_only_where_every_line_is_short(config: Path) -> None:
+def test_in_a_pipe_it_is_one_block_for_each_field_in_short_lines(config: Path) -> None:
     config.write_text("training: {seed: 1}\n")
-    header, row = run("explain", "c.yaml", "--changed").stdout.splitlines()
-    assert header.split() == ["field", "value", "from", "deepspeed", "fsdp"]
-    assert row.split()[:3] == ["training.seed", "1", "c.yaml:1"]
-    whole = run("explain", "c.yaml").stdout.splitlines()
-    assert "training.seed = 1  (c.yaml:1)" in whole
-    assert max(map(len, whole)) <= 120
+    for options in ((), ("--all",)):
+        lines = run("explain", "c.yaml", *options).stdout.splitlines()
+        assert "training.seed = 1  (c.yaml:1)" in lines
+        assert max(map(len, lines)) <= 120
+        assert ("strict = false  (default)" in lines) is bool(options)
 
 
 def test_one_backend_alone_is_one_line() -> None:
@@ -112,7 +111,7 @@ optimizer:
 def test_of_a_model_it_says_how_each_parameter_is_updated(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     config.write_text(MUON)
-    result = run("explain", "c.yaml", "--changed", "--model", "test_cli_explain:partly_frozen")
+    result = run("explain", "c.yaml", "--model", "test_cli_explain:partly_frozen")
     header, *rows = (re.split(r"  +", line) for line in result.stdout.partition("\n\n")[2].splitlines())
     assert header == ["parameters", "shape", "number", "updated by", "lr", "weight decay"]
     shown = {name: rest for name, *rest in rows}
@@ -181,7 +180,7 @@ def test_the_ranks_are_those_of_the_config_unless_an_option_says_others(config: 
     given = run("explain", "c.yaml", "deepspeed", "--native", "--world-size", "2")
     assert (json.loads(given.stdout)["train_batch_size"], given.stderr) == (6, "")
     config.write_text("sharding: full_shard\n")
-    assert run("explain", "c.yaml").stderr == "note: for 1 rank; add --world-size N for more\n"
+    assert run("explain", "c.yaml", "--all").stderr == "note: for 1 rank; add --world-size N for more\n"
 
 
 def test_bad_config_prints_all_problems_and_no_traceback(config: Path) -> None:
@@ -201,29 +200,43 @@ def test_unknown_backend(native: tuple[str, ...]) -> None:
     assert (result.exit_code, result.stderr) == (1, "no backend named 'megatron'; installed: deepspeed, fsdp\n")
 
 
-def test_changed_is_what_the_file_and_the_overrides_set(config: Path) -> None:
+def test_it_shows_what_the_file_and_the_overrides_set(config: Path) -> None:
     config.write_text(
         "sharding: zero2\noffload: {optimizer: cpu}\ntraining: {seed: 42}\nnative: {deepspeed: {steps_per_print: 10}}\n"
     )
-    shown = run("explain", "c.yaml", "--changed", "--set", "compile=none").stdout
-    assert [each for each in re.findall(r"^(\S+) = .*  \((.*)\)$", shown, re.MULTILINE) if each[0] != "native"] == [
+    result = run("explain", "c.yaml", "--set", "compile=none")
+    said = re.findall(r"^(\S+) = .*  \((.*)\)$", result.stdout, re.MULTILINE)
+    assert [each for each in said if each[0] != "native" and each[1] != "default" and "computed" not in each[1]] == [
         ("sharding.strategy", "c.yaml:1"),
         ("offload.optimizer", "c.yaml:2"),
         ("training.seed", "c.yaml:3"),
         ("compile.mode", "override"),
         ("native.deepspeed.steps_per_print", "c.yaml:4"),
     ]
-    only = run("explain", "c.yaml", "fsdp", "--changed").stdout
+    assert re.match(r"note: --all shows \d+ fields more, at their defaults\n", result.stderr)
+    only = run("explain", "c.yaml", "fsdp").stdout
     assert "seed" in only
     assert "native.deepspeed" not in only, "it is another backend's"
 
 
-def test_changed_of_a_file_that_sets_nothing(config: Path) -> None:
+def test_it_shows_the_defaults_that_these_give_another_meaning(config: Path) -> None:
+    def follows(text: str, *backend: str) -> set[str]:
+        config.write_text(text)
+        shown = run("explain", "c.yaml", *backend, "--world-size", "8").stdout
+        return set(re.findall(r"^(\S+) = .*  \((?:default|computed for 8 ranks)\)$", shown, re.MULTILINE))
+
+    assert follows("{}") == {"training.global_batch_size"}
+    assert follows("compile: per_block\n") >= {"compile.backend"}
+    assert "sharding.group_size" in follows("sharding: hybrid_shard\n")
+    of_each = [follows("sharding: ddp\n", backend) for backend in ("deepspeed", "fsdp")]
+    assert ["communication.overlap" in one for one in of_each] == [True, False]
+
+
+def test_all_of_a_native_config_is_printed_anyway(config: Path) -> None:
     config.write_text("{}")
-    assert run("explain", "c.yaml", "--changed").stdout == "nothing is set; every field has its default\n"
-    refused = run("explain", "c.yaml", "--changed", "--native")
+    refused = run("explain", "c.yaml", "--all", "--native")
     assert refused.exit_code == 2
-    assert "leave out --changed" in refused.stderr
+    assert "leave out --all" in refused.stderr
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
@@ -232,7 +245,7 @@ def test_what_is_off_does_not_read_as_if_it_were_on(config: Path, backend: str) 
         "sharding: ddp\nactivation_checkpointing: none\ncheckpoint: {keep_last: null}\ncommunication: {desync_check: "
         "false}\n"
     )
-    shown = run("explain", "c.yaml", backend).stdout
+    shown = run("explain", "c.yaml", backend, "--all").stdout
     lines = dict(re.findall(r"^(\S+) = .*\n  \w+ +(.*)$", shown, re.MULTILINE))
     for path in (
         "activation_checkpointing",

@@ -81,7 +81,7 @@ def test_both_names_are_an_error(file):
         ("translate", "{file}", "--to", "accelerate"),
         ("translate", "{file}", "--to", "unishard", "--report", "markdown"),
         ("diff", "{file}", "{file}"),
-        ("migrate", "{folder}"),
+        ("translate", "{folder}", "--to", "unishard"),
     ],
 )
 def test_the_command_line_says_it_once(file, command):

@@ -65,7 +65,7 @@ def _readme(name: str, python: Path, folder: Path) -> tuple[Any, str]:
 
 
 def _demo(name: str, python: Path, folder: Path) -> tuple[Any, str]:
-    done = run([python.with_name("unishard"), "demo", "--steps", "20"], timeout=_SECONDS[name], cwd=folder)
+    done = run([python, ROOT / "examples" / "demo.py", "--steps", "20"], timeout=_SECONDS[name], cwd=folder)
     gap = re.search(r"largest difference of the two curves: (\S+)", done.stdout)
     return {"largest difference": float(gap[1])} if gap else None, last_lines(done.stdout) if done.returncode else ""
 

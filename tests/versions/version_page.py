@@ -30,7 +30,7 @@ _HEAD = """\
   losses that follow keep the bounds, in bf16 that of all losses.
 - **export**: trained, exported, read back with transformers, every weight compared.
 - **probes**: the [private names](engines.md#private-names) that rare cases need, from `unishard doctor`.
-- **first steps**: README's first program and `unishard demo`.
+- **first steps**: README's first program and `examples/demo.py`.
 
 `newest` is `pip install '.[all]'` in an empty environment without any pin; `floors` has every dependency at the oldest version that
 pyproject.toml allows. Other versions are not refused: `unishard.prepare` logs one warning.

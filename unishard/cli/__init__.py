@@ -25,29 +25,34 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 _COMMANDS = (
+    "init",
     "translate",
     "diff",
+    "schema",
     "explain",
     "check",
     "plan",
-    "init",
-    "migrate",
-    "schema",
-    "backends",
     "doctor",
     "launch",
     "compare",
-    "parity",
-    "demo",
-    "export",
     "checkpoint",
 )
-"""In the order of the help. Each is a module here that holds a function of the same name, or a group called `app`."""
+"""In the order in which they are needed: a config, what it says, what it needs, a run, what is left of it. Each is a
+module here that holds a function of the same name, or a group called `app`."""
+
+_REPLACED = {
+    "parity": "compare --golden",
+    "export": "checkpoint export",
+    "migrate": "translate DIR",
+    "backends": "doctor",
+    "demo": "make demo in a checkout",
+}
+"""Commands of earlier versions, and what replaces each."""
 
 _OPTIONAL = ("torch", "numpy", "safetensors", "transformers")
 """Packages that a command may need, and that neither a wheel nor a checkout of unishard brings by itself."""
 
-_TROUBLE = {"diff": 2, "parity": 2, "checkpoint": 2}
+_TROUBLE = {"diff": 2, "compare": 2, "checkpoint": 2}
 """Exit status on an error, for commands where 1 has another meaning."""
 
 
@@ -67,6 +72,12 @@ class Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Import and build one command; building all of them takes longer than a translation."""
         return _built(cmd_name) if cmd_name in _COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a command; one of an earlier version is named with what replaces it."""
+        if args[0] in _REPLACED:
+            ctx.fail(f"No such command {args[0]!r}. Use {_REPLACED[args[0]]}.")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command and record its name."""

@@ -1,4 +1,4 @@
-"""`unishard checkpoint`: list, inspect, verify, compare and convert checkpoints."""
+"""`unishard checkpoint`: list, inspect, verify, compare, convert and export checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FOUND = 1
 """Exit status when a checkpoint is damaged or two differ; 2 is for errors."""
 
 app = typer.Typer(
-    help="List, inspect, verify, compare and convert checkpoints.",
+    help="List, verify, compare, convert and export checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -195,3 +195,55 @@ def convert(
     for note in notes:
         echo(f"note: {note}", err=True)
     emit(str(destination))
+
+
+@app.command()
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Output directory, empty or new.")],
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", help="fp32, bf16 or fp16. [default: from the model's config, else fp32]"),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of one file.")] = "5GB",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory of the tokenizer. [default: the checkpoint's, if any]"),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory of the model's config.json, for a converted checkpoint."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in OUT.")] = False,
+) -> None:
+    """Write a checkpoint's weights in Hugging Face layout.
+
+    Writes safetensors with config.json, generation_config.json and the tokenizer, or PEFT adapters, from either engine.
+    Runs in one process, without a GPU, and keeps only small blocks in memory.
+
+    Example: unishard checkpoint export runs/llama exported --dtype bf16
+    """
+    from unishard.checkpoint.export.offline import export_checkpoint
+    from unishard.checkpoint.finding import locate
+    from unishard.cli.checkpoint_facts import size
+
+    folder = locate(checkpoint)
+    with ExitStack() as stack:
+        layout = export_checkpoint(
+            folder,
+            out,
+            dtype,
+            max_shard_size,
+            tokenizer,
+            model,
+            progress=lambda total: stack.enter_context(bar(f"{folder.name} -> {out}", total)),
+            overwrite=overwrite,
+        )
+    word = str(layout.dtype).removeprefix("torch.")
+    echo(f"{out}: {count_of(len(layout.files), 'file')} of tensors, {size(layout.size)} in {word}, from {folder}")
+    if layout.bare:
+        echo(
+            "no config.json written, because the checkpoint has none; add --model DIR, the directory with the model's "
+            "config.json",
+            err=True,
+        )

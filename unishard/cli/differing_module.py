@@ -1,4 +1,4 @@
-"""Runs again to find the first module that differs, for `unishard parity`."""
+"""Runs again to find the first module that differs, for `unishard compare --same` and `--golden`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _located(last: int, rows: Sequence[Variant], golden: Path | None, cfg: Confi
         why = f"{golden} has no modules of step {last}, so the first one that differs is not known"
         return Located(
             None,
-            (f"{why}; with values that are right, run unishard parity CFG --write-golden {golden} --modules SCRIPT",),
+            (f"{why}; with values that are right, run unishard compare CFG --write-golden {golden} --modules SCRIPT",),
         )
     steps = tuple(step for step in (last - 1, last) if step > 0 and (golden is None or step in expected))
     echo(f"measuring the modules in step {' and '.join(map(str, steps))}", err=True)

@@ -1,4 +1,4 @@
-"""`unishard explain`: show every value, its origin, and its translation for every installed backend."""
+"""`unishard explain`: show what a file says, where, and what it becomes on every installed backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unishard.cli.arguments import ConfigFile, Overrides, Ranks, RanksPerNode, n
 from unishard.cli.foreign_file import own_file
 from unishard.cli.tables import fitting, is_narrow, show, show_blocks
 from unishard.cli.wrapping import echo, emit
-from unishard.config.describe import bare
+from unishard.config.describe import bare, count_of
 from unishard.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,38 +53,40 @@ def explain(
             "parameters; with --native what the model adds.",
         ),
     ] = None,
-    changed: Annotated[
-        bool, typer.Option("--changed", help="Show only what the file and --set set, not the defaults.")
-    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show also the defaults that nothing changes.")] = False,
     set_: Overrides = None,
     world_size: Ranks = None,
     gpus_per_node: RanksPerNode = None,
 ) -> None:
-    """Show every value and its translation.
+    """Show what a config says and what follows.
 
-    For each field of the config: its value, its origin, and what it becomes on each installed backend. A field that is
-    off says so. With --model, also which parameters the optimizer updates, how, and which are frozen.
+    For each field that CFG or --set sets, and each default that these give another meaning: its value, its origin, and
+    what it becomes on each installed backend. A field that is off says so. A table where the terminal has room, else a
+    block for each field. With --model, also which parameters the optimizer updates, how, and which are frozen.
 
-    Example: unishard explain cfg.yaml deepspeed --changed
+    Example: unishard explain cfg.yaml deepspeed
     """
     from unishard.config.loading import read
 
-    if native and changed:
-        raise typer.BadParameter("--native prints the whole native config; leave out --changed")
+    if native and every:
+        raise typer.BadParameter("--native prints the whole native config; leave out --all")
 
     backend = backend and backend.lower()
     with own_file(config):
         cfg, origins = read(config, set_ or ())
+    left = 0
     try:
         ranks = run_ranks(cfg, world_size, gpus_per_node)
         if native:
             _print_native(cfg, backend, model, ranks.topology)
         else:
-            _show(cfg, origins, backend, ranks.topology, changed=changed)
+            left = _show(cfg, origins, backend, ranks.topology, every=every)
             if model is not None:
                 _show_updates(cfg, model)
     except ConfigError as error:
         raise origins.locate(error) from None
+    if left:
+        echo(f"note: --all shows {count_of(left, 'field')} more, at their defaults", err=True)
     note_ranks(ranks)
 
 
@@ -99,17 +101,20 @@ def _print_native(cfg: Config, backend: str | None, model: str | None, topology:
     emit(json.dumps(native, indent=2, allow_nan=False))
 
 
-def _show(cfg: Config, origins: Origins, backend: str | None, topology: Topology, *, changed: bool) -> None:
+def _show(cfg: Config, origins: Origins, backend: str | None, topology: Topology, *, every: bool) -> int:
+    """Write the fields that the config decides, or all; how many are left out."""
     from unishard.contract import registry
     from unishard.contract.explain import explain as rows_of
 
     rows = rows_of(cfg, origins, topology)
     names = [registry.get(backend).name] if backend else sorted({name for row in rows for name in row.images})
-    if changed:
-        rows = [row for row in rows if row.is_set and any(name in row.images for name in names)]
-        if not rows:
-            echo("nothing is set; every field has its default")
-            return
+    rows = [row for row in rows if any(name in row.images for name in names)]
+    told = rows if every else [row for row in rows if row.is_set or not row.follows.isdisjoint(names)]
+    _write(told, names)
+    return len(rows) - len(told)
+
+
+def _write(rows: Sequence[ExplainedField], names: Sequence[str]) -> None:
     cells = [
         (row.path, bare(row.value), row.origin, *(_becomes(row.images.get(name)) for name in names)) for row in rows
     ]

@@ -1,4 +1,4 @@
-"""What the commands that run a script on several candidates share: their options, and the runs."""
+"""The options of `unishard compare` that say what is run, and the runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ Strategies = Annotated[
     ),
 ]
 Steps = Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Optimizer steps of each run.")]
-Rounds = Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="How often each candidate runs, in turns.")]
+Rounds = Annotated[
+    int | None,
+    typer.Option("--rounds", min=1, metavar="N", help="How often each candidate runs, in turns. [default: 2]"),
+]
 Processes = Annotated[
     int | None,
     typer.Option("--processes-per-node", min=1, metavar="N", help="Ranks. [default: one for each GPU]"),
@@ -79,19 +82,6 @@ def given(config: Path, set_: Sequence[str] | None, processes_per_node: int | No
     return OverriddenConfig(cfg, changes, origins)
 
 
-def script_of(name: str, arguments: Sequence[str] | None, module: bool) -> Script:
-    """The script of the command line.
-
-    Raises:
-        UnishardError: There is none.
-    """
-    from unishard.tools.launch.command import Script
-
-    if not module and not Path(name).is_file():
-        raise UnishardError(f"{name}: there is no such script; give its path, or -m with the name of a module")
-    return Script(name, tuple(arguments or ()), module)
-
-
 def script_or_model(
     name: str | None, arguments: Sequence[str] | None, module: bool, model: str | None, seq_len: int
 ) -> Script:
@@ -103,7 +93,9 @@ def script_or_model(
     from unishard.tools.launch.command import Script
 
     if name is not None:
-        return script_of(name, arguments, module)
+        if not module and not Path(name).is_file():
+            raise UnishardError(f"{name}: there is no such script; give its path, or -m with the name of a module")
+        return Script(name, tuple(arguments or ()), module)
     if model is None:
         raise UnishardError("there is nothing to run; give SCRIPT, or --model MODEL for random data")
     return Script("unishard.tools.compare.random_data", (model, "--seq-len", str(seq_len)), module=True)

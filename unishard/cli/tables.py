@@ -43,20 +43,18 @@ def is_narrow(columns: int, file: TextIO) -> bool:
 
 
 def fitting(rows: Sequence[Sequence[str]], file: TextIO) -> list[int] | None:
-    """The width of each column of a table, so that it fits a terminal and every word fits its column; None if none do.
-    In a file or a pipe every cell is one line.
+    """The width of each column of a table, so that it fits a terminal and every word fits its column; None if none do,
+    and in a file or a pipe.
 
     Args:
         rows: The cells, the heading included.
         file: The stream.
     """
-    columns = list(zip(*rows, strict=True))
     if not file.isatty():
-        plain = [max(map(len, column)) for column in columns]
-        return plain if sum(plain) + 2 * (len(plain) - 1) <= _PLAIN else None
-
+        return None
     from rich.cells import cell_len
 
+    columns = list(zip(*rows, strict=True))
     longest = [max((cell_len(word) for cell in column for word in cell.split()), default=1) for column in columns]
     whole = [max((cell_len(line) for cell in column for line in cell.splitlines()), default=1) for column in columns]
     room = width_of(file) - 3 * len(columns) - 1  # each column has a border and two spaces

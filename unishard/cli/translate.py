@@ -17,7 +17,7 @@ from unishard.cli.renamed_notes import collected
 from unishard.cli.report import ReportForm, write_report
 from unishard.cli.wrapping import echo, emit, report_width, wrapped
 from unishard.contract.rules import Fit
-from unishard.errors import ConfigError, Problem
+from unishard.errors import ConfigError, Problem, UnishardError
 
 if TYPE_CHECKING:
     from unishard.formats import Outcome
@@ -47,7 +47,10 @@ class Command(TyperCommand):
 
 
 def translate(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A config of any tool: YAML, JSON or TOML.")],
+    ctx: typer.Context,
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="A config of any tool: YAML, JSON or TOML; or a directory.")
+    ],
     to: Annotated[
         str,
         typer.Option(metavar="FORMAT", help="The format to write.", autocompletion=written_formats),
@@ -93,12 +96,23 @@ def translate(
     llamafactory, trl; lightning is only read. Exits with 1 and writes nothing if a key has no equivalent; then it
     prints a command that works.
 
+    Of a directory, it shows the format of each config, how it would translate, and the commands that do it: YAML, JSON
+    and TOML files up to 1 MiB, except in virtual environments, node_modules and .git. TrainingArguments whose engine a
+    launcher chooses are refused until --with or --set says it. Of another tool's file only DeepSpeed's config in it
+    counts, or the one that it names. The last line counts all files: each translates, is refused, is another tool's,
+    cannot be read, or is skipped.
+
     Example: unishard translate ds_config.json --to unishard -o cfg.yaml
 
     Example: unishard translate sft.yaml --to unishard --with 'accelerate launch --config_file zero3.yaml train.py'
+
+    Example: unishard translate . --to unishard
     """
     from unishard import formats
 
+    if source.is_dir():
+        _look(source, to, report, ctx)
+        return
     topology = topology_of(world_size, gpus_per_node)
     request = TranslateRequest(source, to, from_, topology, tuple(set_ or ()), tuple(drop or ()), output, with_)
     with collected() as notes:
@@ -122,6 +136,29 @@ def translate(
         emit(outcome.text, end="")
     else:
         save(output, outcome.text)
+
+
+def _look(folder: Path, to: str, report: ReportForm, ctx: typer.Context) -> None:
+    """Look at the configs of a directory.
+
+    Raises:
+        UnishardError: An option is for one config.
+    """
+    from unishard.cli.translate_folder import look
+
+    for_any = {"source", "to", "report"} if report in (ReportForm.TEXT, ReportForm.JSON) else {"source", "to"}
+    sources = {
+        option.opts[0]: ctx.get_parameter_source(str(option.name))
+        for option in ctx.command.params
+        if option.name not in for_any
+    }
+    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    if given:
+        raise UnishardError(
+            f"{folder}: is a directory, whose configs are looked at and not translated; name one of them, or leave out "
+            f"{' and '.join(given)}"
+        )
+    look(folder, to, as_json=report is ReportForm.JSON)
 
 
 def _verify(outcome: Outcome) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from unishard.config import Config, leaves, value_at
@@ -50,6 +50,9 @@ class ExplainedField:
     """`file:line`, `override`, `given`, `default` or `computed`."""
     images: Mapping[str, Image]
     """By backend; empty for a computed value."""
+    follows: frozenset[str] = frozenset()
+    """Backends on which a value that is not set, or what becomes of it, follows from what is set: it is not that of an
+    empty file."""
 
     @property
     def is_set(self) -> bool:
@@ -66,6 +69,7 @@ def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> 
     topology = topology or Topology()
     computed = {"training.global_batch_size": check_batch(cfg.training, data_share_of(cfg, topology).of)}
     reports = {name: list(translate(cfg, backend=name, topology=topology).report) for name in registry.available()}
+    empty = Config.model_validate({"backend": cfg.backend})
     rows = []
     for path, _ in leaves(Config):
         value, origin = value_at(cfg, path), origins.describe(cfg, path)
@@ -74,14 +78,9 @@ def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> 
                 computed[path],
                 f"computed for {topology.world_size} {'rank' if topology.world_size == 1 else 'ranks'}",
             )
-        rows.append(
-            ExplainedField(
-                path,
-                value,
-                origin,
-                {name: _image(name, path, cfg, topology, value) for name in reports},
-            )
-        )
+        images = {name: _image(name, path, cfg, topology, value) for name in reports}
+        row = ExplainedField(path, value, origin, images)
+        rows.append(row if row.is_set else replace(row, follows=_follows(row, empty, topology)))
     known = {row.path for row in rows}
     for name, lines in reports.items():
         rows += [
@@ -92,6 +91,14 @@ def explain(cfg: Config, origins: Origins, topology: Topology | None = None) -> 
             if line.path not in known
         ]
     return rows
+
+
+def _follows(row: ExplainedField, empty: Config, topology: Topology) -> frozenset[str]:
+    if row.origin != "default":
+        return frozenset(row.images)
+    path, plain = row.path, value_at(empty, row.path)
+    shown = {name: image for name, image in row.images.items() if not image.off}
+    return frozenset(name for name, image in shown.items() if image != _image(name, path, empty, topology, plain))
 
 
 def _image(name: str, path: str, cfg: Config, topology: Topology, value: Any) -> Image:

@@ -110,6 +110,12 @@ def load(group: str, name: str) -> Any:
     return points[name].load()
 
 
+def source_of(name: str) -> str:
+    """The distribution that offers a backend."""
+    point = available()[name]
+    return f"{point.dist.name} {point.dist.version}" if point.dist else "this checkout"
+
+
 def get(name: str) -> Backend:
     """The backend with this name. Imports its translator, not its engine.
 

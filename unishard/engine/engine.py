@@ -510,7 +510,7 @@ class Engine(OtherNames, Process):
         """Export safetensors, config and tokenizer for `from_pretrained`; of a PEFT model its adapters. Collective.
 
         Each rank writes its shards directly into the files; nothing is gathered. The bytes are the same for every
-        engine, strategy and number of ranks, and for `unishard export` from a checkpoint.
+        engine, strategy and number of ranks, and for `unishard checkpoint export` from a checkpoint.
 
         Args:
             folder: An empty or new directory, unless `overwrite` is set; on a file system that all ranks share.

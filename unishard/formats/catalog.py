@@ -152,7 +152,7 @@ def _blocks(source: Source, path: Path, data: Mapping[str, Any]) -> Iterator[tup
 def _named(source: Source, name: str) -> Source | None:
     try:
         return open_named(name, source.folder)
-    except ConfigError:  # its own line of `unishard migrate` says why
+    except ConfigError:  # its own line of `unishard translate DIR` says why
         return None
 
 

@@ -39,7 +39,7 @@ _SILENT = {"accelerate": "SHARDED_STATE_DICT", **each("hf llamafactory trl", "FU
 """What a save holds where a file that is written does not say it (Accelerate 1.15.0, utils/dataclasses.py; transformers
 5.24, training_args.py)."""
 _NO_KEY = "a save holds the whole model there; {}"
-_HERE = "unishard saves shards, and `unishard export` writes the whole model"
+_HERE = "unishard saves shards, and `unishard checkpoint export` writes the whole model"
 
 
 def carried(reading: ReadDocument, to: str) -> dict[Path, tuple[str, Any]]:

@@ -50,8 +50,8 @@ def _problem(folder: Path, overwrite: bool) -> str | None:
         return None
     if not overwrite:
         return (
-            f"{folder} exists and is not an empty folder; pass overwrite=True (`unishard export --overwrite`) to "
-            "replace the export that it holds, or choose another folder"
+            f"{folder} exists and is not an empty folder; pass overwrite=True (`unishard checkpoint export "
+            "--overwrite`) to replace the export that it holds, or choose another folder"
         )
     if not any(folder.glob("*.safetensors")) or Path.cwd().is_relative_to(folder.resolve()):
         return (

@@ -45,7 +45,7 @@ def stored_assets(module: nn.Module, shards: Mapping[str, LazyShard]) -> dict[st
     except Exception as error:  # of any library or user
         reason = (
             f"{type(module).__name__} cannot be exported from the checkpoint: {type(error).__name__}: {error}; to "
-            "export it nevertheless, give the folder of its config: unishard export --model"
+            "export it nevertheless, give the folder of its config: unishard checkpoint export --model"
         )
         warn_once(reason)
         return Assets(kind="plain", names={}, files={}, refusal=reason).to_files()

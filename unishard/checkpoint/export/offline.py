@@ -32,8 +32,7 @@ def export_checkpoint(
     max_shard_size: int | str = "5GB",
     tokenizer: Path | None = None,
     model: Path | None = None,
-    start: Callable[[int], None] = lambda total: None,
-    advance: Advance = lambda written: None,
+    progress: Callable[[int], Advance] = lambda total: lambda written: None,
     *,
     overwrite: bool = False,
 ) -> Layout:
@@ -47,8 +46,7 @@ def export_checkpoint(
         tokenizer: A folder with a tokenizer; None for the one beside the pretrained weights, if any.
         model: A folder with the `config.json` of a transformers model (needs transformers); None for the one in the
             checkpoint.
-        start: Called with the total number of bytes.
-        advance: Called with the number of further bytes written.
+        progress: Called with the total number of bytes; what it returns, with the number of further bytes written.
         overwrite: Whether to replace an earlier export in `out`, once the new one is complete.
 
     Returns:
@@ -66,8 +64,7 @@ def export_checkpoint(
     shards = {source: _checked(tensors, source, facts) for source in assets.sources}
     layout = lay_out(assets, shards, dtype, max_shard_size)
     layout.others.update(tokenizer_files(tokenizer))
-    start(layout.size)
-    write(out, shards, layout.files, layout.others, Ranks(), advance, overwrite=overwrite)
+    write(out, shards, layout.files, layout.others, Ranks(), progress(layout.size), overwrite=overwrite)
     return layout
 
 

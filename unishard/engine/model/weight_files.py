@@ -47,7 +47,7 @@ def instead_of(folder: Path) -> str:
         return "pass a directory written by save_pretrained"
     return (
         "it holds a checkpoint of unishard, which engine.load resumes; to use its weights as a model, pass the "
-        f"directory that engine.export(directory) writes, or `unishard export {folder} DIRECTORY`"
+        f"directory that engine.export(directory) writes, or `unishard checkpoint export {folder} DIRECTORY`"
     )
 
 

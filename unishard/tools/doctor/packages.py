@@ -172,7 +172,7 @@ def backends(usable: Sequence[Backend], broken: Collection[str]) -> Iterator[Che
                 f"repair {', '.join(lacking)}",
             )
         else:
-            yield Check(name, Status.OK, "ready")
+            yield Check(name, Status.OK, f"ready, from {registry.source_of(backend.name)}")
 
 
 def probes(tables: Mapping[str, Mapping[str, PrivateApi]], unusable: Collection[str]) -> Iterator[Check]:

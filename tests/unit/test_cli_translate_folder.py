@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from running import Terminal, one_line, pasted, plain, run
 
-from unishard.cli.migrate import migrate
+from unishard.cli.translate_folder import look
 
 DEEPSPEED = (
     '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": "auto"}, '
@@ -44,7 +44,7 @@ def project(config: Path) -> Path:
 
 
 def test_each_config_has_a_line_and_nothing_else_has(project: Path) -> None:
-    result = run("migrate", "project")
+    result = run("translate", "project", "--to", "unishard")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert (lines[0], lines[5]) == ("project/conf/ds.json", "project/conf/mine.yaml")
@@ -67,7 +67,7 @@ def test_the_commands_work(project: Path) -> None:
     (project / "conf/one bit.json").write_text(
         '{"zero_optimization": {"stage": 1}, "optimizer": {"type": "OneBitAdam"}}'
     )
-    commands = pasted(run("migrate", "project").stdout)
+    commands = pasted(run("translate", "project", "--to", "unishard").stdout)
     assert [command[-1] for command in commands] == [
         "project/conf/ds.unishard.yaml",
         "project/conf/one bit.unishard.yaml",
@@ -79,7 +79,7 @@ def test_the_commands_work(project: Path) -> None:
 
 
 def test_as_json(project: Path) -> None:
-    said = json.loads(run("migrate", "project", "--to", "deepspeed", "--report", "json").stdout)
+    said = json.loads(run("translate", "project", "--to", "deepspeed", "--report", "json").stdout)
     assert said["to"] == "deepspeed"
     assert [(one["path"], one["format"], one["backend"], one["status"]) for one in said["configs"]] == [
         ("project/conf/ds.json", "deepspeed", "deepspeed", 0),
@@ -93,7 +93,7 @@ def test_every_file_is_counted_once(project: Path) -> None:
     strict = "strict: true\nbackend: fsdp\nsharding: zero2\nnative: {deepspeed: {vocabulary_size: 3}}\n"
     (project / "strict.yaml").write_text(strict)
     (project / "secret.json").symlink_to(project / "nowhere.json")
-    said = json.loads(run("migrate", "project", "--report", "json").stdout)
+    said = json.loads(run("translate", "project", "--to", "unishard", "--report", "json").stdout)
     counts = said["counts"]
     assert counts == {
         "files": 11,
@@ -117,7 +117,7 @@ def test_every_file_is_counted_once(project: Path) -> None:
     listed = [one["path"] for kind in ("configs", "unreadable", "skipped") for one in said[kind]]
     assert sorted(listed) == sorted(there)
     assert {one["path"]: one["why"] for one in said["skipped"]}["project/large.json"] == "above 1 MiB"
-    shown = one_line(run("migrate", "project").stdout)
+    shown = one_line(run("translate", "project", "--to", "unishard").stdout)
     assert (
         " 11 files: 1 translates to unishard, 1 refused, 1 only approximate, and strict is on, 1 cannot be read, 7 "
         "skipped" in shown
@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_opened_is_counted(project: Path, monkeypatch: pyt
         return real(path)
 
     monkeypatch.setattr(surveying, "open_source", refuse)
-    said = json.loads(run("migrate", "project", "--report", "json").stdout)
+    said = json.loads(run("translate", "project", "--to", "unishard", "--report", "json").stdout)
     assert {"path": "project/conf/mine.yaml", "why": "cannot be opened (Permission denied)"} in said["unreadable"]
     assert said["counts"]["files"] == 10
 
@@ -147,38 +147,27 @@ def test_what_translate_refuses_at_the_end_is_refused(config: Path) -> None:
     )
     translated, (found,) = (
         run("translate", "p/ds.json", "--to", "unishard"),
-        json.loads(run("migrate", "p", "--report", "json").stdout)["configs"],
+        json.loads(run("translate", "p", "--to", "unishard", "--report", "json").stdout)["configs"],
     )
     assert translated.exit_code == found["status"]
 
 
 def test_nothing_is_written(project: Path) -> None:
     before = {path: path.read_bytes() for path in project.parent.rglob("*") if path.is_file()}
-    run("migrate", "project")
+    run("translate", "project", "--to", "unishard")
     assert {path: path.read_bytes() for path in project.parent.rglob("*") if path.is_file()} == before
 
 
 def test_a_project_without_configs(config: Path) -> None:
     said = "0 files: 0 translate to unishard, 0 refused, 0 cannot be read, 0 skipped (no configs, or above 1 MiB)"
-    assert one_line(run("migrate", ".").stdout) == said
-
-
-def test_what_is_no_folder_and_what_is_no_format(config: Path) -> None:
-    config.write_text("")
-    for name in ("c.yaml", "nowhere"):
-        result = run("migrate", name)
-        assert (result.exit_code, result.stderr) == (
-            1,
-            f"{name}: is not a directory; name the directory of a project\n",
-        )
-    assert run("migrate", ".", "--to", "nonsense").exit_code == 1
+    assert one_line(run("translate", ".", "--to", "unishard").stdout) == said
 
 
 def test_on_a_narrow_terminal(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr("sys.stdout", screen)
-    migrate(Path("project"))
+    look(Path("project"), "unishard", as_json=False)
     lines = [line.rstrip() for line in plain(screen.getvalue()).splitlines()]
     assert "project/conf/ds.json" in lines
     assert "strategy shard_grad_op, precision needs input" in one_line("\n".join(lines))
@@ -187,10 +176,10 @@ def test_on_a_narrow_terminal(project: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_recipe_without_an_engine_is_listed_with_the_reason(project: Path) -> None:
     (project / "sft.yaml").write_text("per_device_train_batch_size: 2\nlearning_rate: 1.0e-4\nbf16: true\n")
-    told = one_line(run("migrate", "project").stdout)
+    told = one_line(run("translate", "project", "--to", "unishard").stdout)
     assert "project/sft.yaml hf: engine needs input, strategy needs input, precision bf16" in told
     assert "refused: does not say its engine, which its launcher chooses" in told
-    said = json.loads(run("migrate", "project", "--report", "json").stdout)
+    said = json.loads(run("translate", "project", "--to", "unishard", "--report", "json").stdout)
     (found,) = [one for one in said["configs"] if one["path"] == "project/sft.yaml"]
     assert (found["engine_open"], found["status"]) == (True, 1)
     assert found["needs_input"][:2] == ["backend", "sharding.strategy"]
@@ -206,7 +195,7 @@ def test_configs_of_other_tools_are_listed_and_not_read(project: Path) -> None:
     (project / "config.json").write_text(
         '{"model_type": "gpt_neox", "rotary_pct": 0.25, "hidden_size": 8, "num_attention_heads": 2}'
     )
-    shown = one_line(run("migrate", "project").stdout)
+    shown = one_line(run("translate", "project", "--to", "unishard").stdout)
     assert "project/neox.yml not read: a GPT-NeoX config" in shown
     assert "project/tulu.yaml not read: an open-instruct config; run `unishard init`;" in shown
     assert "project/trainer.yaml not read: a Hydra config" in shown
@@ -214,7 +203,7 @@ def test_configs_of_other_tools_are_listed_and_not_read(project: Path) -> None:
         "project/axo.yaml not read: an axolotl config; translate the DeepSpeed JSON that it names (none_such" in shown
     )
     assert " 15 files: 1 translates to unishard, 1 refused, 4 of other tools, 1 cannot be read, 8 skipped" in shown
-    said = json.loads(run("migrate", "project", "--report", "json").stdout)
+    said = json.loads(run("translate", "project", "--to", "unishard", "--report", "json").stdout)
     assert [(one["path"], one["tool"], "`unishard init`" in one["instead"]) for one in said["other_tools"]] == [
         ("project/axo.yaml", "axolotl", True),
         ("project/neox.yml", "GPT-NeoX", True),
@@ -228,10 +217,12 @@ def test_deepspeeds_config_in_the_file_of_another_tool_is_read(project: Path) ->
     """Inline or named, in a tool's file that is not read and in one that nobody knows."""
     (project / "conf/ppo.yaml").write_text(f"actor_rollout_ref: {{deepspeed_config: {DEEPSPEED}}}\n")
     (project / "mine.yaml").write_text("trainer:\n  deepspeed: conf/ds.json\n")
-    told = one_line(run("migrate", "project").stdout)
+    told = one_line(run("translate", "project", "--to", "unishard").stdout)
     assert "deepspeed (actor_rollout_ref.deepspeed_config): engine deepspeed, strategy shard_grad_op" in told
     assert "deepspeed (trainer.deepspeed: conf/ds.json): engine deepspeed, strategy shard_grad_op" in told
-    commands = [command for command in pasted(run("migrate", "project").stdout) if "--from" in command]
+    commands = [
+        command for command in pasted(run("translate", "project", "--to", "unishard").stdout) if "--from" in command
+    ]
     assert len(commands) == 2
     for _, *arguments in commands:
         result = run(*arguments)

@@ -1,4 +1,4 @@
-"""`unishard migrate`: find a project's configs and check how each would translate."""
+"""`unishard translate DIR`: find a project's configs and check how each would translate."""
 
 from __future__ import annotations
 
@@ -7,17 +7,13 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from unishard.cli.completion import written_formats as formats_like
 from unishard.cli.wrapping import echo, emit, report_width, shell_lines, wrapped
 from unishard.config.describe import count_of
 from unishard.contract.rules import Fit
-from unishard.errors import UnishardError, in_one_line
+from unishard.errors import in_one_line
 
 if TYPE_CHECKING:
     from unishard.formats.surveying import ForeignConfig, FoundConfig, SkippedFile, UnreadableConfig
@@ -27,40 +23,22 @@ _ENGINE_OPEN = "does not say its engine, which its launcher chooses"
 _OUTCOMES = {0: "translates", _REFUSED: "refused", 2: "approximate"}
 
 
-class MigrateForm(StrEnum):
-    """Output format."""
+def look(folder: Path, to: str, *, as_json: bool) -> None:
+    """Show what each config below a folder is, how it would translate, and the command that does it. Writes nothing.
 
-    TEXT = "text"
-    JSON = "json"
-
-
-def migrate(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Root directory of a project.")],
-    to: Annotated[str, typer.Option(metavar="FORMAT", help="Target format.", autocompletion=formats_like)] = "unishard",
-    report: Annotated[MigrateForm, typer.Option(help="Output format.")] = MigrateForm.TEXT,
-) -> None:
-    """Find a project's configs.
-
-    Shows the format of each, how it would translate, and the commands that do it. Looks at YAML, JSON
-    and TOML files up to 1 MiB, except in virtual environments, node_modules and .git. TrainingArguments whose engine a
-    launcher chooses are refused until --with or --set says it. Of another tool's file only DeepSpeed's config in it
-    counts, or the one that it names. The last line counts all files: each translates, is refused, is another tool's,
-    cannot be read, or is skipped.
-
-    Example: unishard migrate . --to unishard
+    Raises:
+        ConfigError: There is no such format.
     """
     from unishard.formats import catalog
     from unishard.formats.surveying import ForeignConfig, FoundConfig, SkippedFile, UnreadableConfig, survey
 
-    if not folder.is_dir():
-        raise UnishardError(f"{folder}: is not a directory; name the directory of a project")
     catalog.target(to)
     seen = list(survey(folder, to))
     configs = [one for one in seen if isinstance(one, FoundConfig)]
     others = [one for one in seen if isinstance(one, ForeignConfig)]
     broken = [one for one in seen if isinstance(one, UnreadableConfig)]
     skipped = [one for one in seen if isinstance(one, SkippedFile)]
-    if report is MigrateForm.JSON:
+    if as_json:
         whole = {
             "configs": list(map(_object, configs)),
             "other_tools": [{"path": one.path, "tool": one.tool, "instead": one.instead} for one in others],
