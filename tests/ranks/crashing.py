@@ -17,27 +17,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch.distributed as dist
 import typer
+from cutting_off import Point, count, cut_off, examine, note_of
 from full_disk import Outcome, fill
-from harness.faults import Event, Interception, killing
-from small_saves import (
-    NEW,
-    NEXT,
-    NEXT_STEP,
-    SCENARIOS,
-    WORLD,
-    Left,
-    Scenario,
-    left_in,
-    prepare,
-    save_as_an_engine,
-    start,
-)
+from small_saves import SCENARIOS, WORLD, prepare
 
 from unishard.testing import RankFailure, run_ranks
 
@@ -49,27 +36,6 @@ _BATCH = 40
 """Roots that the same fresh processes examine."""
 
 
-class Point(NamedTuple):
-    """Where a save is cut off."""
-
-    scenario: Scenario
-    victims: tuple[int, ...]
-    """Ranks that are killed, the one that counts its events last."""
-    at: int
-    event: Event | None
-    """Of that number; None for the end of the save."""
-
-    @property
-    def where(self) -> str:
-        """Which part of a checkpoint, or which collective."""
-        return "the end" if self.event is None else self.event.where
-
-    @property
-    def kind(self) -> str:
-        """What is done to it there."""
-        return self.where if self.event is None else f"{self.event.kind}, {self.where}"
-
-
 class Played(NamedTuple):
     """A point, and what came of it."""
 
@@ -78,61 +44,6 @@ class Played(NamedTuple):
     """What was not as it should be; empty if nothing."""
     new: bool
     """Whether the new checkpoint is there, not the former one alone."""
-
-
-# -- in the ranks ---
-
-
-def count(roots: Mapping[Scenario, str]) -> list[list[Event]]:
-    """Events of this rank in an undisturbed save of each scenario. Collective."""
-    group, _ = start()
-    interception, counted = Interception(), []
-    for scenario, root in roots.items():
-        events: list[Event] = []
-        interception.act = events.append
-        save_as_an_engine(Path(root), scenario, NEW, group)
-        interception.act = lambda event: None
-        counted.append(events)
-    return counted
-
-
-def cut_off(root: str, point: Point) -> None:
-    """A save in which ranks are killed; those that it ended for leave a note and wait for the others. Collective."""
-    group, rank = start()
-    kill, events = killing(point.victims), []
-
-    def act(event: Event) -> None:
-        events.append(event)
-        if len(events) > point.at:
-            kill()
-
-    counts = rank == point.victims[-1]
-    interception = Interception(act) if counts else None
-    save_as_an_engine(Path(root), point.scenario, NEW, group)
-    if interception is not None:
-        interception.act = lambda event: None
-    _note_of(root, rank).touch()
-    if counts:
-        kill()
-    dist.barrier(group)
-
-
-def _note_of(root: str, rank: int) -> Path:
-    """There when a rank was told that its save is complete."""
-    return Path(f"{root} told to {rank}")
-
-
-def examine(roots: Sequence[tuple[str, Scenario, bool]]) -> list[Left]:
-    """What is left in each directory. Collective."""
-    group, _ = start()
-
-    def again(root: Path) -> None:
-        save_as_an_engine(root, Scenario("once more", NEXT_STEP), NEXT, group)
-
-    return [left_in(Path(root), scenario, promised, again, group) for root, scenario, promised in roots]
-
-
-# -- all points ------------------------------------------------------------------------------------
 
 
 class Harness:
@@ -190,7 +101,7 @@ class Harness:
             run_ranks(WORLD, cut_off, str(root), point, timeout=60, grace=GRACE)
         except RankFailure as failure:
             self.slowest = max(self.slowest, time.monotonic() - begin)
-            notes = [note for rank in range(WORLD) if (note := _note_of(str(root), rank)).exists()]
+            notes = [note for rank in range(WORLD) if (note := note_of(str(root), rank)).exists()]
             for note in notes:
                 note.unlink()
             return _ended_wrong(failure, point), bool(notes)
@@ -258,7 +169,8 @@ def main() -> int:
         )
     typer.echo(f"{len(outcomes)} moments at which a disk ran full, {len(wrong)} wrong")
     if given.record:
-        from integrity import cut_off, record
+        from integrity import record
+        from integrity_figures import cut_off
 
         full = [not outcome.fault for outcome in outcomes]
         record(

@@ -88,7 +88,8 @@ def main() -> int:
         for each in missed:
             typer.echo(f"MISSED: {each}")
     if asked.record:
-        from integrity import damaged_files, record
+        from integrity import record
+        from integrity_figures import damaged_files
 
         record("files", damaged_files(found))
     return int(any(not each.found for outcomes in found.values() for each in outcomes))

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from harness import refused
 from harness.faults import Event, Interception
-from small_saves import NEW, NEXT, NEXT_STEP, RETENTION, WORLD, Scenario, left_in, snapshot, start
+from left import left_in
+from small_saves import NEW, NEXT, NEXT_STEP, RETENTION, WORLD, Scenario, snapshot, start
 
 from unishard.checkpoint.saving import save
 from unishard.distributed import process_group

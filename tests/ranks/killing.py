@@ -30,6 +30,8 @@ from unishard.distributed.processes import started
 from unishard.testing.cells import BACKENDS
 
 WORLD = 2
+SCRIPT = Path(__file__).with_name("trained_for_ever.py")
+"""What the ranks run."""
 VICTIMS = ("rank 0", "rank 1", "all ranks", "launcher")
 _FAILED = "the save in the background failed: "
 _GONE = (
@@ -78,14 +80,14 @@ class Run:
         config.write_text(json.dumps(facts))
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         with self.output.open("wb") as file:
-            words = ["-m", "unishard", "launch", "--no-check", str(config), __file__, "--train", str(self.log)]
+            words = ["-m", "unishard", "launch", "--no-check", str(config), str(SCRIPT), str(self.log)]
             self.launcher = subprocess.Popen([sys.executable, *words], env=environment, stdout=file, stderr=file)
 
     def ranks(self) -> list[tuple[int, str]]:
         """The processes of its ranks, and when they were started."""
         try:
             children = Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children").read_text().split()
-            found = [int(pid) for pid in children if b"killing.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            found = [int(pid) for pid in children if SCRIPT.name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
         except OSError:
             return []
         return [(pid, started(pid)) for pid in found if started(pid)]
@@ -205,52 +207,13 @@ def _turns(savers: list[int]) -> list[int]:
     return [pid for number, pid in enumerate(savers) if number == 0 or savers[number - 1] != pid]
 
 
-# -- what the ranks run --
-
-
-def train(log: Path) -> None:
-    """Train for ever."""
-    import torch
-
-    import unishard
-
-    rank = unishard.Topology.from_environment().rank
-
-    def note(event: str, step: int) -> None:
-        if rank == 0:
-            with log.open("a") as file:
-                facts = {"event": event, "pid": os.getpid(), "step": step, "time": time.time()}
-                file.write(json.dumps(facts) + "\n")
-
-    note("prepare", 0)
-    cfg = unishard.load()
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
-    with unishard.prepare(model, cfg) as engine:
-        step = engine.resumed.step if engine.resumed else 0
-        note("resumed", step)
-        engine.framework.on_save(lambda: note("saving", step))
-        while True:
-            engine.backward(engine(torch.randn(2, 64)).square().mean())
-            step += 1
-            engine.step()
-            note("step", step)
-            time.sleep(0.05)
-
-
 def main() -> int:
     """Kill so many times, and print what came of it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kills", type=int, nargs="?", default=60, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--train", type=Path, help="what the ranks run: train, and write down what happens in this file"
-    )
     parser.add_argument("--record", action="store_true", help="write the figures into docs/integrity.md")
     asked = parser.parse_args()
-    if asked.train is not None:
-        train(asked.train)
-        return 0
     choice, begin, kills = random.Random(asked.seed), time.monotonic(), list[Kill]()
     with tempfile.TemporaryDirectory(prefix="killing-") as folder:
         run = Run(Path(folder), choice)
@@ -278,7 +241,8 @@ def main() -> int:
         f"{asked.kills} kills in {lives} lives, {faults} wrong, {len(lost)} lost, in {time.monotonic() - begin:.0f} s"
     )
     if asked.record:
-        from integrity import killed, record
+        from integrity import record
+        from integrity_figures import killed
 
         record("runs", killed([_figures(kill, events) for kill in kills]))
     return int(bool(faults or lost))

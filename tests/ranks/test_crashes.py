@@ -18,7 +18,8 @@ from damaging import damage_files
 from harness import in_ranks, refused
 from harness.faults import Event, Interception, flip, killing
 from harness.training import ADAMW, config, curve, everyones, losses_of, my_rank, own_share, prepare, train
-from small_saves import FOUND_BEFORE, NEW, RETENTION, SCENARIOS, WORLD, found_wrong, snapshot, start
+from left import found_wrong
+from small_saves import FOUND_BEFORE, NEW, RETENTION, SCENARIOS, WORLD, snapshot, start
 
 from unishard.checkpoint import finding
 from unishard.checkpoint.saving import save

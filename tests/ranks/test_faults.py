@@ -10,10 +10,11 @@ import re
 from pathlib import Path
 
 import pytest
+from faults.ending import signalled
 from faults.fault import BOUND, ROWS, spanning
+from faults.own_way import branch
 from faults.page import timed
 from faults.played import ELSEWHERE, ENDS, PLAYED, WAYS
-from faults.scenarios import branch, signalled
 from harness import DEEP
 from harness.scripts import endings
 from page_rows import DOCS

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from damaging import Outcome
-from integrity import BEGIN, END, PAGE, RECORD, causes, cut_off, damaged_files, killed, section
+from integrity import BEGIN, END, PAGE, RECORD, section
+from integrity_figures import causes, cut_off, damaged_files, killed
 from page_rows import rows
 
 KEPT = json.loads(RECORD.read_text())

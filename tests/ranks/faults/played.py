@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 
-from faults import scenarios as play
+from faults import ending, failing, own_way
 from faults.fault import Fault
 
 __all__ = ["ELSEWHERE", "ENDS", "PLAYED", "WAYS"]
-
-# -- one rank ends
 
 WAYS = {
     "raise": "`raise ValueError`",
@@ -30,23 +28,21 @@ _WHERE = {
 
 def _end(kind: str, place: str, victim: int) -> Fault:
     lines = 2 if kind in ("raise", "out of memory", "stop") else 1
-    return Fault(WAYS[kind], _WHERE[place], play.train, (place, kind, victim), lines)
+    return Fault(WAYS[kind], _WHERE[place], ending.train, (place, kind, victim), lines)
 
 
 _BEFORE = "between `dataloader` and `prepare`, rank {}"
 ENDS = [
-    *(Fault(WAYS["raise"], _BEFORE.format(rank), play.train, ("before prepare", "raise", rank)) for rank in (0, 1)),
+    *(Fault(WAYS["raise"], _BEFORE.format(rank), ending.train, ("before prepare", "raise", rank)) for rank in (0, 1)),
     # Another place and another rank from one kind to the next, so that the first ones span all.
     *(
-        _end(kind, play.PLACES[(number + turn) % len(play.PLACES)], (number + turn) % 2)
-        for turn in range(len(play.PLACES))
+        _end(kind, ending.PLACES[(number + turn) % len(ending.PLACES)], (number + turn) % 2)
+        for turn in range(len(ending.PLACES))
         for number, kind in enumerate(WAYS)
     ),
     _end("stop", "group", 1),
     _end("kill", "group", 0),
 ]
-
-# -- other faults
 
 _UPDATE, _INSIDE, _SAVE = "update 13", "inside `with engine:`", "`engine.save`"
 _LATE = "`raise ValueError`, and a `finally` around `with engine:` that takes longer than the other rank lives"
@@ -58,52 +54,52 @@ _SIGNALLED = ("between calls", "forward", "backward", "step", "save", "load")
 
 PLAYED = [
     *ENDS,
-    Fault(_LATE, _INSIDE, play.leave, ("short",)),
-    Fault("an error with a text of 30 MB", _INSIDE, play.leave, ("long", False)),
-    Fault("an error whose `__str__` raises", _INSIDE, play.leave, ("unreadable", False)),
-    Fault("an exception group", _INSIDE, play.leave, ("group", False)),
-    Fault("`kill -9` in a save in the background", "between calls", play.die_in_the_background, (), lines=1),
+    Fault(_LATE, _INSIDE, ending.leave, ("short",)),
+    Fault("an error with a text of 30 MB", _INSIDE, ending.leave, ("long", False)),
+    Fault("an error whose `__str__` raises", _INSIDE, ending.leave, ("unreadable", False)),
+    Fault("an exception group", _INSIDE, ending.leave, ("group", False)),
+    Fault("`kill -9` in a save in the background", "between calls", ending.die_in_the_background, (), lines=1),
     *(
         Fault(
             _SIGNAL.format(number % 2),
             place if number == 0 else f"`engine.{place}`",
-            play.train,
+            ending.train,
             (place, "SIGTERM, to save", number % 2),
         )
         for number, place in enumerate(_SIGNALLED)
     ),
-    Fault("`if rank == 0: engine.mean(loss)`", _UPDATE, play.misuse, (play.mean_alone,)),
-    Fault("`if rank == 0: engine.save(folder)`", _UPDATE, play.misuse, (play.save_alone,)),
-    Fault("`if rank == 1: engine.export(folder)`", _UPDATE, play.misuse, (play.wait_alone,)),
-    Fault("`if rank == 0: torch.distributed.barrier()`", _UPDATE, play.misuse, (play.barrier_alone,)),
-    Fault("`torch.distributed.recv` on both ranks", _UPDATE, play.misuse, (play.receive_on_both,)),
-    Fault("another `clip_grad_norm` on each rank", _UPDATE, play.misuse, (play.other_clip,)),
-    Fault("two engines, updated in another order on each rank", _UPDATE, play.misuse, (play.other_order,)),
+    Fault("`if rank == 0: engine.mean(loss)`", _UPDATE, own_way.misuse, (own_way.mean_alone,)),
+    Fault("`if rank == 0: engine.save(folder)`", _UPDATE, own_way.misuse, (own_way.save_alone,)),
+    Fault("`if rank == 1: engine.export(folder)`", _UPDATE, own_way.misuse, (own_way.wait_alone,)),
+    Fault("`if rank == 0: torch.distributed.barrier()`", _UPDATE, own_way.misuse, (own_way.barrier_alone,)),
+    Fault("`torch.distributed.recv` on both ranks", _UPDATE, own_way.misuse, (own_way.receive_on_both,)),
+    Fault("another `clip_grad_norm` on each rank", _UPDATE, own_way.misuse, (own_way.other_clip,)),
+    Fault("two engines, updated in another order on each rank", _UPDATE, own_way.misuse, (own_way.other_order,)),
     Fault(
         "rank 1 skips a batch in its own loop",
         "noticed at the end of its loop",
-        play.misuse,
-        (play.skip_a_batch,),
+        own_way.misuse,
+        (own_way.skip_a_batch,),
         lines=1,
     ),
-    Fault(_SKIPS, "`engine.batches`", play.reading, ("skips one",)),
-    Fault("a shorter list on rank 1", "`engine.batches`, at once", play.reading, ("a list",), short=False),
-    Fault("a shorter stream on rank 1", "`engine.batches`, when it ends", play.reading, ("a stream",), short=False),
-    Fault("another model on rank 1", "`prepare`", play.other_model, (), short=False),
-    Fault("a loss of NaN on rank 1", "one update", play.not_a_number, ("skip", math.nan)),
+    Fault(_SKIPS, "`engine.batches`", failing.reading, ("skips one",)),
+    Fault("a shorter list on rank 1", "`engine.batches`, at once", failing.reading, ("a list",), short=False),
+    Fault("a shorter stream on rank 1", "`engine.batches`, when it ends", failing.reading, ("a stream",), short=False),
+    Fault("another model on rank 1", "`prepare`", failing.other_model, (), short=False),
+    Fault("a loss of NaN on rank 1", "one update", failing.not_a_number, ("skip", math.nan)),
     Fault(
         "an infinite loss on rank 1 with `training.nonfinite: raise`",
         "one update",
-        play.not_a_number,
+        failing.not_a_number,
         ("raise", math.inf),
     ),
-    Fault("`MASTER_PORT` is in use by another program", "`prepare`", play.port_in_use, ()),
-    Fault("the disk of rank 1 is full", _SAVE, play.disk, ("full", 1)),
-    Fault("the disk of rank 1 is broken", _SAVE, play.disk, ("broken", 1), short=False),
-    Fault("the disk becomes read-only", f"{_SAVE}, creating the checkpoint", play.disk, ("read-only", 0)),
-    Fault(f"{_FOLDER}es", f"{_SAVE}, writing tensors", play.disk, ("vanishes", 1)),
-    Fault(f"{_FOLDER}ed", "between two saves", play.disk, ("vanished before", 0)),
-    Fault(_SLOW, _SAVE, play.disk, ("slow", 1)),
+    Fault("`MASTER_PORT` is in use by another program", "`prepare`", failing.port_in_use, ()),
+    Fault("the disk of rank 1 is full", _SAVE, failing.disk, ("full", 1)),
+    Fault("the disk of rank 1 is broken", _SAVE, failing.disk, ("broken", 1), short=False),
+    Fault("the disk becomes read-only", f"{_SAVE}, creating the checkpoint", failing.disk, ("read-only", 0)),
+    Fault(f"{_FOLDER}es", f"{_SAVE}, writing tensors", failing.disk, ("vanishes", 1)),
+    Fault(f"{_FOLDER}ed", "between two saves", failing.disk, ("vanished before", 0)),
+    Fault(_SLOW, _SAVE, failing.disk, ("slow", 1)),
 ]
 
 _RANKS = "tests/ranks/test_"

@@ -4,6 +4,7 @@ A test in the ranks is a function with asserts under `in_ranks`; what it returns
 the points where they come, are in `harness.faults`; ranks that end as scripts end in `harness.scripts`.
 """
 
+from harness.curves import *  # noqa: F403
 from harness.judging import *  # noqa: F403
 from harness.starting import *  # noqa: F403
 from harness.training import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""What came of it: an error, a line of a log, a curve, a checkpoint on the disk."""
+"""What came of it: an error, a line of a log, a checkpoint on the disk."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from typing import Any
 import unishard
 from unishard.checkpoint import finding, manifest
 from unishard.checkpoint.verifying import damaged
-from unishard.testing import conformance
-from unishard.testing.conformance import Cell, Tolerance
-from unishard.testing.oracle import Curve
 
 WARNING = re.compile(
     r"rank \d has (waited|been) .*|a signal to .*"
@@ -60,26 +57,6 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-# -- curves ----------------------------------------------------------------------------------------
-
-
-def tolerance(backend: str, strategy: str, precision: str, model: str = "mlp") -> Tolerance:
-    """What the conformance suite allows this engine, its declared gaps included."""
-    return conformance.tolerance(backend, Cell(model, strategy, 2, 0.5, precision, 2))
-
-
-def assert_conforms(found: Curve, wanted: Curve, allowed: Tolerance) -> None:
-    """Every field of the deviation is within its bound."""
-    bounds = {name: getattr(allowed, name) for name in ("first_losses", "losses", "first_norm", "norms")}
-    deviation = conformance.compare(found, wanted)._asdict()
-    bounds["lrs"] = 1e-12
-    beyond = {name: f"{value:.2g} > {bounds[name]:g}" for name, value in deviation.items() if not value <= bounds[name]}
-    assert not beyond, beyond
-
-
-# -- checkpoints -----------------------------------------------------------------------------------
 
 
 def steps(folder: str | Path) -> list[int]:
