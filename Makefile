@@ -71,22 +71,22 @@ corpus: $(READY) ## Translate every config in a folder of yours to every format:
 	$(BIN)/python tests/formats/corpus_check.py "$(CORPUS)"
 
 crash: $(READY) ## Kill ranks at every moment of a save and look at what is left (minutes); N=... for that many moments.
-	$(BIN)/python tests/ranks/crashing.py $(if $(N),--points $(N))
+	$(BIN)/python -m dev.integrity.crashing $(if $(N),--points $(N))
 
 kill: $(READY) ## Kill ranks and launchers at random and start them again (15 s a kill); N=... for that many kills.
-	PYTHONPATH=tests/ranks $(BIN)/python tests/ranks/killing.py $(if $(N),$(N)) $(ARGS)
+	$(BIN)/python -m dev.integrity.killing $(if $(N),$(N)) $(ARGS)
 
 integrity: $(READY) ## Kill saves and runs and damage files, and write docs/integrity.md (5 minutes); SAVES=100 RUNS=48 for how many are killed.
-	$(BIN)/python tests/ranks/damaging.py --record
-	$(BIN)/python tests/ranks/crashing.py --record --points $(or $(SAVES),100)
-	PYTHONPATH=tests/ranks $(BIN)/python tests/ranks/killing.py $(or $(RUNS),48) --record
+	$(BIN)/python -m dev.integrity.damaging --record
+	$(BIN)/python -m dev.integrity.crashing --record --points $(or $(SAVES),100)
+	$(BIN)/python -m dev.integrity.killing $(or $(RUNS),48) --record
 
 faults: $(READY) ## Play every fault of docs/reliability.md on both engines and note how long each takes (minutes); ONLY="kill -9" for some.
-	PYTHONPATH=tests/ranks $(BIN)/python -m faults.page $(if $(ONLY),--only '$(ONLY)')
+	$(BIN)/python -m dev.faults.page $(if $(ONLY),--only '$(ONLY)')
 
 # Each thread of a background save may get an arena of its own from glibc, up to 8 a core: 20 MiB that grow and stop, unless there are few.
 soak: $(READY) ## Train 2,000 updates on each engine with resumes at random; nothing may grow (15 minutes); N=... for that many updates.
-	MALLOC_ARENA_MAX=2 PYTHONPATH=tests/ranks $(BIN)/python -m soak.run $(if $(N),--updates $(N)) $(ARGS)
+	MALLOC_ARENA_MAX=2 $(BIN)/python -m dev.soak.run $(if $(N),--updates $(N)) $(ARGS)
 
 parity: $(READY) ## Train every cell on both engines and write how far each is from plain torch (minutes); ONLY="plain items" for some features.
 	$(BIN)/python -m dev.parity docs $(if $(ONLY),--only $(ONLY))
@@ -98,11 +98,11 @@ matrix: $(READY) ## Resume every kind of run by every other, move one from engin
 mistakes: $(READY) ## Make every mistake of docs/mistakes.md on both engines.
 	$(PYTEST) tests/ranks/test_mistakes.py --deep
 
-models: $(READY) ## Train every model of tests/ranks/models on both engines beside plain torch; writes docs/models-tested.*; ONLY="llama, t5" for some.
-	PYTHONPATH=tests/ranks $(BIN)/python -m models.sweep docs $(if $(ONLY),--only '$(ONLY)') $(ARGS)
+models: $(READY) ## Train every model of dev/models on both engines beside plain torch; writes docs/models-tested.*; ONLY="llama, t5" for some.
+	$(BIN)/python -m dev.models.sweep docs $(if $(ONLY),--only '$(ONLY)') $(ARGS)
 
 versions: $(READY) ## Try other versions, an environment each (hours); ONLY=torch-2.11 for one, ARGS="--venv DIR" for one of yours.
-	$(BIN)/python tests/versions/make_versions.py $(if $(ONLY),--only $(ONLY)) $(ARGS)
+	$(BIN)/python -m dev.versions.make_versions $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 # Each benchmark in turn; the machine should do nothing else meanwhile.
 bench: $(READY) ## Measure steps beside loops by hand and frameworks' own, translations, saves, starts; ONLY="peers frameworks" for some, BUDGET= seconds of these.

@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.first_step.page import BEGIN, END, compiled_result, line_of, section, start_result
 from benchmarks.first_step.phases import COMPILED, OWN
 from benchmarks.first_step.starting import start
-from benchmarks.marked import replace
 from benchmarks.peers.cell import ENGINES, SIZES, Cell
 from benchmarks.peers.page import machine
+from dev.pages.marked import replace
 
 RANKS = (1, 2, 4)
 STRATEGY, PRECISION = "full_shard", "fp32"

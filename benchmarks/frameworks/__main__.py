@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks.frameworks.cases import CASES, FRAMEWORKS
 from benchmarks.frameworks.page import BEGIN, END, line_of, result_of, section, sentence, table
 from benchmarks.frameworks.turns import take_turns
-from benchmarks.marked import replace
 from benchmarks.peers.page import machine
 from benchmarks.peers.turns import Turns
+from dev.pages.marked import replace
 from unishard.testing import run_ranks
 
 LEAST, MOST = 8, 300

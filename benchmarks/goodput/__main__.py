@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.goodput.page import ASSUMED, BEGIN, END, INTERVALS, MTBF, figures, section, tables
-from benchmarks.marked import replace
 from benchmarks.peers.cell import ENGINES
 from benchmarks.peers.page import machine
+from dev.pages.marked import replace
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -12,11 +11,8 @@ from typing import Any
 import torch
 
 from benchmarks.checkpoint import config, evict_from_cache, folder, held, in_turns, measured, sizes, trained
+from dev.pages.rows import rows
 from unishard.testing import run_ranks
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "ranks"))  # what reads the page of faults
-
-from page_rows import rows
 
 RANKS, STRATEGY = 2, "full_shard"
 STARTS = Path(__file__).resolve().parents[1] / "first_step" / "measured.json"

@@ -1,13 +1,12 @@
 """Trains every model of docs/models-tested.md on the card: both engines beside plain torch, one rank.
 
-The cases are those of `make models`, in tests/ranks/models. They are divided among processes; one that ends, as after
+The cases are those of `make models`, in dev/models. They are divided among processes; one that ends, as after
 an error that leaves the device unusable, is followed by another that takes up the rest.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,6 @@ from benchmarks.gpu.report import Report
 from benchmarks.gpu.training import BACKENDS, full_size
 from unishard.testing import RankFailure, run_ranks
 
-_TESTS = Path(__file__).resolve().parents[2] / "tests" / "ranks"
 _BESIDE = 4
 """Processes at a time on a GPU."""
 BOUNDS = {"fp32": (1e-5, 1e-4), "bf16": (5e-3, 2e-2)}
@@ -32,8 +30,7 @@ Record = dict[str, Any]
 
 
 def run(report: Report) -> None:
-    sys.path.insert(0, str(_TESTS))
-    from models import CASES
+    from dev.models import CASES
 
     names = list(CASES) if full_size(report.device) else list(_FEW)
     beside = _BESIDE if full_size(report.device) else 1
@@ -92,7 +89,6 @@ def play(names: Sequence[str], device: str, path: str) -> None:
     import logging
     import warnings
 
-    sys.path.insert(0, str(_TESTS))
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     with open(path, "a", encoding="utf-8", buffering=1) as file:
@@ -104,11 +100,10 @@ def play(names: Sequence[str], device: str, path: str) -> None:
 
 def runs_of(name: str, device: str) -> Iterator[Record]:
     """Both precisions on both engines, beside one run of plain torch."""
-    from models import CASES
-    from models.oracle import reference
-    from models.runs import PRECISIONS
-
     import unishard
+    from dev.models import CASES
+    from dev.models.oracle import reference
+    from dev.models.runs import PRECISIONS
 
     for precision in PRECISIONS:
         try:
@@ -127,11 +122,10 @@ def runs_of(name: str, device: str) -> Iterator[Record]:
 
 def trained(name: str, backend: str, precision: str, expected: Any, device: str) -> Record:
     """How far losses and norms of a run are from those of plain torch."""
-    from models import CASES
-    from models.case import micro_batch
-    from models.runs import Run, config_of
-
     import unishard
+    from dev.models import CASES
+    from dev.models.case import micro_batch
+    from dev.models.runs import Run, config_of
 
     case = CASES[name]
     losses, norms = [], []

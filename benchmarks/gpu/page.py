@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.gpu.pieces import PIECES
 from benchmarks.gpu.report import read
-from benchmarks.marked import replace
+from dev.pages.marked import replace
 
 BEGIN, END = "<!-- figures: written by benchmarks/gpu/page.py -->", "<!-- end of the figures -->"
 NOT_RUN = "Not run on a GPU yet: no figure from a GPU has been measured."

@@ -12,7 +12,7 @@ from torch import nn
 
 import unishard
 from benchmarks.gpu.report import Report
-from benchmarks.marked import SIMULATED
+from dev.pages.marked import SIMULATED
 from unishard.config import Config
 from unishard.testing import RankFailure
 from unishard.testing.models import llama

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.held.measuring import RANKS, cells, numel, on_a_rank
 from benchmarks.held.page import BEGIN, END, line_of, section
-from benchmarks.marked import replace
+from dev.pages.marked import replace
 from unishard.testing import run_ranks
 
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}

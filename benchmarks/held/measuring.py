@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import unishard
+from dev.ranks.counting import begin, counted
 from unishard.config import Config
 from unishard.contract import registry
 from unishard.engine.model.shape import shape_of
 from unishard.testing.models import llama
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "ranks"))  # what the tests count with
-
-from counting import begin, counted
 
 RANKS = 2
 ENGINES, PRECISIONS = ("fsdp", "deepspeed"), ("fp32", "bf16")

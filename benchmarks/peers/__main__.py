@@ -18,10 +18,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marked import replace
 from benchmarks.peers.cell import CANDIDATES, ENGINES, PRECISIONS, SIZES, STRATEGIES, Cell
 from benchmarks.peers.page import BEGIN, END, cell_result, line_of, machine, section, sentence
 from benchmarks.peers.turns import Turns, take_turns, theory
+from dev.pages.marked import replace
 from unishard.testing import RankFailure, run_ranks
 
 LEAST, MOST = 3, 300

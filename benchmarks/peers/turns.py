@@ -5,11 +5,9 @@ alike.
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import cycle, permutations
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from benchmarks.overhead import timed
 from benchmarks.peers.cell import Cell
 from benchmarks.peers.loops import config, loop_of
+from dev.ranks.counting import peak_of, storages
+from dev.ranks.recording import Event, Recorder
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.footprint import Collective
@@ -29,11 +29,6 @@ from unishard.engine.model.shape import shape_of
 # --------------------------------------------------------------------------------------------------
 # What a step moves and holds, counted: collectives as torch's dispatcher sees them, memory as its tensors and its
 # allocator say.
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "ranks"))  # what the tests count with
-
-from counting import peak_of, storages
-from recording import Event, Recorder
 
 _TRIES = 2
 """Steps whose memory is looked at: a thread of gloo may free its buffers later than the next ones are allocated."""

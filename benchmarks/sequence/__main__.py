@@ -15,11 +15,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.marked import replace
 from benchmarks.peers.page import machine
 from benchmarks.sequence.measuring import longest, updates
 from benchmarks.sequence.page import BEGIN, END, line_of, result_of, section
 from benchmarks.sequence.training import ENGINES, GROUP, SIZE, Candidate
+from dev.pages.marked import replace
 
 SPLIT = {method: {"parallel": {"sequence": {"size": GROUP, "method": method}}} for method in ("ulysses", "allgather")}
 HALF = Candidate("half the length", SIZE.length // 2, {})

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.overhead import timed
 from benchmarks.sequence.training import GROUP, Candidate, accelerate_on_deepspeed, through_unishard
+from dev.ranks.counting import peak_of
 from unishard.testing import run_ranks
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "ranks"))  # what the tests count with
-
-from counting import peak_of
 
 WARM_UP = 3
 """Updates before those that are timed."""

@@ -11,11 +11,11 @@ import pytest
 import torch
 from harness import EACH, config, everyones, in_ranks, my_rank, own_share, play, prepare, refused, update, values
 from harness.training import BACKENDS, DEEP, FEWER_SPANNING, SPANNING
-from recording import Recorder
 from torch import nn
 from torch.nn import functional
 
 import unishard
+from dev.ranks.recording import Recorder
 from unishard.testing import oracle
 from unishard.testing.models import MODELS, MlpOutput
 

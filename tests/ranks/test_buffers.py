@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import BACKENDS, EACH, PAIRS, config, heard, in_ranks, my_rank
-from recording import Countable, Recorder
 from safetensors import safe_open
 from torch import nn
 from torch.nn import functional
 
 import unishard
+from dev.ranks.recording import Countable, Recorder
 from unishard.testing.models import MlpOutput
 from unishard.testing.ranks import run_ranks
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from harness import OTHER, caught, config, heard, in_ranks, in_turn, my_rank, own_share, prepare, refused, steps, train
-from harness.faults import stopped
 
+from dev.ranks.interception import stopped
 from unishard.checkpoint import directory, lease, manifest, writing
 from unishard.checkpoint.export import writing as exporting
 from unishard.engine.state import autosave

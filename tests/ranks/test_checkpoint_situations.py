@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import heard, in_ranks, in_turn, on_ranks, refused, steps
-from harness.faults import stopped
 from harness.training import ADAMW, OTHER, checked, config, losses_of, my_rank, own_share, prepare, train, update
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 import unishard
+from dev.ranks.interception import stopped
 from unishard.checkpoint import manifest
 from unishard.checkpoint.comparing import compare
 from unishard.checkpoint.convert import convert

@@ -10,13 +10,13 @@ import pytest
 import torch
 from harness import BACKENDS, caught, in_ranks, my_rank, refused
 from harness.training import DEEP, EACH, EVERY, SPANNING
-from recording import Recorder
 from sequence_models import VOCABULARY, batch_of, build, data_for
 from test_sequence import assert_equal, compared, configured, expected, trained
 from torch import nn
 from torch.nn import functional
 
 import unishard
+from dev.ranks.recording import Recorder
 
 CHUNK = 5
 SHARDED = tuple((backend, kind) for backend in BACKENDS for kind in ("plain", "tied", "adapted", "copied"))

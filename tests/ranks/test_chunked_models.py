@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from harness import DEEP
-from models import CASES
-from models.chunked import EQUAL, HEADLESS, REFUSED, compare
-from models.rows import read
+
+from dev.models import CASES
+from dev.models.chunked import EQUAL, HEADLESS, REFUSED, compare
+from dev.models.rows import read
 
 ROWS = {row.name: row for row in read(Path(__file__).parents[2] / "docs" / "models-tested.csv")}
 SAMPLE = (

@@ -6,7 +6,8 @@ import pytest
 from harness import BACKENDS, STRATEGIES, play, values
 from harness import checked as config
 from harness.training import MECHANISMS
-from recording import (
+
+from dev.ranks.recording import (
     ACCUMULATION,
     BLOCK,
     HEAD,
@@ -20,8 +21,7 @@ from recording import (
     record_and_train,
     sizes,
 )
-from recording import TABLE as TABLE_OF_EMBEDDINGS
-
+from dev.ranks.recording import TABLE as TABLE_OF_EMBEDDINGS
 from unishard import Topology
 from unishard.contract import registry
 from unishard.engine.model.shape import shape_of

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from crashing import GRACE, MEMORY, Harness, spanning
-from damaging import damage_files
 from harness import in_ranks, refused
-from harness.faults import Event, Interception, flip, killing
 from harness.training import ADAMW, config, curve, everyones, losses_of, my_rank, own_share, prepare, train
-from left import found_wrong
-from small_saves import FOUND_BEFORE, NEW, RETENTION, SCENARIOS, WORLD, snapshot, start
 
+from dev.integrity.crashing import GRACE, MEMORY, Harness, spanning
+from dev.integrity.damaging import damage_files
+from dev.integrity.left import found_wrong
+from dev.integrity.small_saves import FOUND_BEFORE, NEW, RETENTION, SCENARIOS, WORLD, snapshot, start
+from dev.ranks.interception import Event, Interception, flip, killing
 from unishard.checkpoint import finding
 from unishard.checkpoint.saving import save
 from unishard.testing import RankFailure, run_ranks

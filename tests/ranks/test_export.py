@@ -88,7 +88,7 @@ def classifier():
 
 def own_code():
     """Its files have its code, and what its class keeps in fp32."""
-    from models.own_code import OwnConfig, OwnForCausalLM
+    from dev.models.own_code import OwnConfig, OwnForCausalLM
 
     torch.manual_seed(1)
     model = OwnForCausalLM(OwnConfig())

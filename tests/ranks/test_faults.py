@@ -10,15 +10,15 @@ import re
 from pathlib import Path
 
 import pytest
-from faults.ending import signalled
-from faults.fault import BOUND, ROWS, spanning
-from faults.own_way import branch
-from faults.page import timed
-from faults.played import ELSEWHERE, ENDS, PLAYED, WAYS
 from harness import DEEP
-from harness.scripts import endings
-from page_rows import DOCS
 
+from dev.faults.ending import signalled
+from dev.faults.fault import BOUND, ROWS, spanning
+from dev.faults.own_way import branch
+from dev.faults.page import timed
+from dev.faults.played import ELSEWHERE, ENDS, PLAYED, WAYS
+from dev.pages.rows import DOCS
+from dev.ranks.scripts import endings
 from unishard.testing.cells import BACKENDS
 
 pytestmark = pytest.mark.ranks

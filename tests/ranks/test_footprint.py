@@ -8,14 +8,14 @@ from functools import partial
 
 import pytest
 import torch
-from counting import begin, counted, peak_of
 from harness import BACKENDS, EVERY, PRECISIONS, STRATEGIES, config, play, values
-from recording import ACCUMULATION, Countable
 from test_collectives import OPTIONS, TABLE
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import unishard
+from dev.ranks.counting import begin, counted, peak_of
+from dev.ranks.recording import ACCUMULATION, Countable
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract import registry

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from harness import assert_conforms, curve, my_rank, own_share, play, train, values
 from harness.training import ACCUMULATION, BACKENDS, DEEP, MICRO_BATCHES, configured, everyones
-from recording import BLOCK, PARAMETERS, Countable, Recorder
 from test_options import routing
 from torch.distributed.tensor import DTensor
 
 import unishard
+from dev.ranks.recording import BLOCK, PARAMETERS, Countable, Recorder
 from unishard.testing import oracle
 from unishard.testing.conformance import TOLERANCES
 from unishard.testing.models import batch, mlp

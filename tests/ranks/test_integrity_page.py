@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
-from damaging import Outcome
-from integrity import BEGIN, END, PAGE, RECORD, section
-from integrity_figures import causes, cut_off, damaged_files, killed
-from page_rows import rows
+from dev.integrity.damaging import Outcome
+from dev.integrity.figures import causes, cut_off, damaged_files, killed
+from dev.integrity.page import BEGIN, END, PAGE, RECORD, section
+from dev.pages.rows import rows
 
 KEPT = json.loads(RECORD.read_text())
 """What the last runs have recorded."""

@@ -10,11 +10,11 @@ import pytest
 import torch
 from harness import config, everyones, in_ranks, my_rank, own_share, play, refused, train, update, values
 from harness.training import BACKENDS, FEWER, PAIRS, SPANNING
-from recording import Recorder
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import unishard
+from dev.ranks.recording import Recorder
 from unishard.testing.features.lora import lora
 from unishard.testing.models import mlp
 

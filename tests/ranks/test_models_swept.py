@@ -10,16 +10,16 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from harness import DEEP
-from models import CASES, KINDS
-from models.exporting import EQUAL
-from models.figures import BOUNDS, beyond
-from models.page import page, summary
-from models.rows import read, rows_of, write
-from models.runs import Run, runs_of
-from models.sequences import DIFFERENT, FAILED, METHODS, RANDOM, outcome, play_split, split_runs_of
-from models.sequences import EQUAL as SAME
-from models.sweep import attempt
 
+from dev.models import CASES, KINDS
+from dev.models.exporting import EQUAL
+from dev.models.figures import BOUNDS, beyond
+from dev.models.page import page, summary
+from dev.models.rows import read, rows_of, write
+from dev.models.runs import Run, runs_of
+from dev.models.sequences import DIFFERENT, FAILED, METHODS, RANDOM, outcome, play_split, split_runs_of
+from dev.models.sequences import EQUAL as SAME
+from dev.models.sweep import attempt
 from unishard.testing.cells import BACKENDS
 
 DOCS = Path(__file__).parents[2] / "docs"

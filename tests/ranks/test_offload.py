@@ -8,12 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
-from counting import storages
 from harness import assert_conforms, curve, error, my_rank, own_share, play, tolerance, train, values, windows
 from harness.training import ACCUMULATION, BACKENDS, MICRO_BATCHES, PRECISIONS, configured, everyones
 from torch import nn
 
 import unishard
+from dev.ranks.counting import storages
 from unishard.testing import oracle
 from unishard.testing.models import MlpOutput, mlp
 

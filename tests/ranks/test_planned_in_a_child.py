@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import config, heard, own_share, play, prepare, refused, train, values
-from small_saves import content_of, snapshot, start
 
+from dev.integrity.small_saves import content_of, snapshot, start
 from unishard.checkpoint import finding, plan_cache
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import Planning

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from harness import BACKENDS, checked, my_rank, own_share, update
-from harness.scripts import endings, started
 
 import unishard
+from dev.ranks.scripts import endings, started
 from unishard.testing.models import MODELS
 
 pytestmark = pytest.mark.ranks

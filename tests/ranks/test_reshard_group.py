@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ACCUMULATION, DEEP, config, configured, curve, own_share, play, train, values
-from recording import BLOCK, PARAMETERS, Countable, Recorder
 
 import unishard
+from dev.ranks.recording import BLOCK, PARAMETERS, Countable, Recorder
 from unishard.testing.conformance import compare
 from unishard.testing.models import batch, mlp
 

@@ -8,10 +8,11 @@ from collections import Counter
 
 import pytest
 from harness import BACKENDS, in_turn, play, values
-from soak.life import live
-from soak.plan import STRATEGIES, Segment, draw
-from soak.run import deviation
-from soak.usage import ROOM, WARM, Usage, grown, usage
+
+from dev.soak.life import live
+from dev.soak.plan import STRATEGIES, Segment, draw
+from dev.soak.run import deviation
+from dev.soak.usage import ROOM, WARM, Usage, grown, usage
 
 pytestmark = pytest.mark.ranks
 

@@ -10,11 +10,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # `benchmarks` is no part of the wheel
 
-from benchmarks.marked import replace  # noqa: E402
 from benchmarks.peers import page  # noqa: E402
 from benchmarks.peers.cell import Cell  # noqa: E402
 from benchmarks.peers.page import cell_result, deviation, machine, paired  # noqa: E402
 from benchmarks.peers.turns import Counts, Event, Side, sent  # noqa: E402
+from dev.pages.marked import replace  # noqa: E402
 
 MEASURED = ROOT / "benchmarks" / "peers" / "measured.json"
 PAGE = ROOT / "docs" / "performance.md"

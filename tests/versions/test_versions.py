@@ -9,15 +9,13 @@ import subprocess
 import sys
 import tomllib
 
-import framework_versions
-import make_versions
 import pytest
-import running_pieces
-import version_page
-from environments import environment, interpreter
 from ruamel.yaml import YAML
-from version_sets import PIECES, ROOT, SETS, VersionSet, floors
 
+from dev.versions import framework_versions, make_versions, running_pieces
+from dev.versions import page as version_page
+from dev.versions.environments import environment, interpreter
+from dev.versions.sets import PIECES, ROOT, SETS, VersionSet, floors
 from unishard.contract import registry, tested_versions
 
 RESULTS = version_page.read(ROOT / "docs/versions")
@@ -193,7 +191,8 @@ def test_results_are_written_as_they_come_and_the_worst_decides_the_exit_status(
 def test_the_command_line_names_what_there_is():
     for arguments, said in ((["--only", "nothing"], "there are torch-2.11"), (["--venv", "x"], "name its version set")):
         done = subprocess.run(
-            [sys.executable, ROOT / "tests/versions/make_versions.py", *arguments],
+            [sys.executable, "-m", "dev.versions.make_versions", *arguments],
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=120,
@@ -210,18 +209,14 @@ def test_a_piece_that_leaves_nothing_says_how_it_ended(tmp_path, monkeypatch):
 
 
 def test_every_piece_is_known():
-    scripts = {path.stem for path in (ROOT / "tests/versions/pieces").glob("*.py")}
+    scripts = {path.stem for path in running_pieces.PIECES.glob("*.py")}
     assert {*scripts, *running_pieces._RUNS} == set(running_pieces._SECONDS)
     assert {name for each in SETS for name in each.pieces} == set(running_pieces._SECONDS)
     assert set(PIECES) <= set(running_pieces._SECONDS)
 
 
 def test_the_cells_span_every_strategy_model_precision_and_area():
-    sys.path.insert(0, str(ROOT / "tests/versions/pieces"))
-    try:
-        import cells
-    finally:
-        sys.path.pop(0)
+    from dev.versions.pieces import cells
     from unishard.testing.cells import STRATEGIES
     from unishard.testing.features import AREAS, area_of
 

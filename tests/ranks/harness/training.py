@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from itertools import product
 
-from harness.tiny import *  # noqa: F403
+from dev.ranks.training import *  # noqa: F403
 from unishard.testing.cells import BACKENDS, STRATEGIES
 
 PRECISIONS = ("fp32", "bf16")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from page_rows import rows
+from dev.pages.rows import rows
 
 __all__ = ["ELSEWHERE", "MISTAKES", "OUTCOMES", "Mistake", "elsewhere", "mistake"]
 

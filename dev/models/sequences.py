@@ -1,0 +1,177 @@
+"""Plays every case with `parallel.sequence`, both ranks in one group, beside plain torch in one process."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import unishard
+from dev.models import CASES
+from dev.models.case import Batch, Case, micro_batch
+from dev.models.data import LENGTH
+from dev.models.figures import Record, beyond
+from dev.models.oracle import Reference, reference
+from dev.models.playing import LIMIT, deviations, record, worst
+from dev.models.runs import UPDATES, WORLD, Run, config_of
+from unishard.config import Config
+from unishard.failures.endings import is_lost_connection
+from unishard.testing.cells import BACKENDS
+
+__all__ = [
+    "DIFFERENT",
+    "EQUAL",
+    "FAILED",
+    "METHODS",
+    "RANDOM",
+    "REFUSED",
+    "SplitRun",
+    "is_split",
+    "outcome",
+    "play_split",
+    "split_runs_of",
+]
+
+METHODS = ("ulysses", "allgather")
+EQUAL, REFUSED, RANDOM = "equal", "refused: ", "draws random numbers, so it is not compared"
+DIFFERENT, FAILED = "differs: ", "fails: "
+"""How an outcome begins."""
+
+
+class SplitRun(NamedTuple):
+    """A run in which both ranks share each sample."""
+
+    backend: str
+    method: str
+
+    def __str__(self) -> str:
+        return f"{self.backend} fp32, sequence by {self.method}"
+
+
+def split_runs_of(number: int) -> list[SplitRun]:
+    """A run by each method; the engines take turns by the case's number."""
+    return [SplitRun(BACKENDS[(number + turn) % 2], method) for turn, method in enumerate(METHODS)]
+
+
+def is_split(record: Record) -> bool:
+    """Whether a record is of a run with `parallel.sequence`."""
+    return "sequence by" in record["run"]
+
+
+def play_split(todo: Mapping[str, Sequence[SplitRun]], folder: str) -> None:
+    """Play runs of cases and append what came of each to this rank's file in the case's folder. Collective.
+
+    A refusal does not end the ranks; another error, and calls that differ, do, for they may leave them in any state.
+    """
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    rank = int(os.environ["RANK"])
+    for name, runs in todo.items():
+        place = Path(folder, name)
+        place.mkdir(exist_ok=True)
+        case, expected, again = _references(CASES[name])
+        draws = expected.losses != again.losses
+        for run in runs:
+            faulthandler.dump_traceback_later(LIMIT, exit=True)
+            try:
+                record(place, rank, run, _play(case, run, expected) | {"draws": draws})
+            except Exception as error:
+                record(place, rank, run, ending := _ending(error))
+                if "error" in ending:
+                    raise
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+
+
+def _ending(error: Exception) -> dict[str, Any]:
+    """What a run ended with on this rank, and whether only the other one knows why."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, unishard.RankMismatchError):
+        return {"error": text, "ours": True, "stops": True}
+    if isinstance(error, unishard.UnishardError):
+        return {"refused": text}
+    lost = is_lost_connection(error)
+    return {"error": text, "ours": lost, "lost": lost}
+
+
+def _references(case: Case) -> tuple[Case, Reference, Reference]:
+    """A case at a length that no number of ranks divides, or as it is where its model takes no other; and plain torch
+    of two seeds.
+    """
+    try:
+        return _played_at(case, LENGTH - 1)
+    except (ValueError, RuntimeError):  # the model's own
+        return _played_at(case, LENGTH)
+
+
+def _played_at(case: Case, length: int) -> tuple[Case, Reference, Reference]:
+    uneven = _uneven(case, length)
+    first, second = (reference(uneven, "fp32", world=1, seed=seed) for seed in range(2))
+    return uneven, first, second
+
+
+def _uneven(case: Case, length: int) -> Case:
+    """A case of a length, and with more labels in some samples than in others."""
+
+    def sample(index: int) -> Batch:
+        made = {name: each[:length] if each.shape == (LENGTH,) else each for name, each in case.sample(index).items()}
+        labels = made.get("labels")
+        if isinstance(labels, Tensor) and labels.dim() == 1 and not labels.is_floating_point():
+            labels = torch.cat([labels.new_full((1 + index % 3,), -100), labels[1 + index % 3 :]])
+            return made | {"labels": labels}
+        return made
+
+    return replace(case, sample=sample)
+
+
+def _play(case: Case, run: SplitRun, expected: Reference) -> dict[str, Any]:
+    losses, norms = [], []
+    with unishard.prepare(case.build(), _config(case, run)) as engine:
+        whole = [micro_batch(case, update, 0, 1) for update in range(UPDATES)]
+        for update, part in enumerate(engine.batches(whole)):
+            if case.before is not None:
+                case.before(engine.module, update)
+            loss = case.loss(engine, part)
+            engine.backward(loss)
+            losses.append(engine.mean(loss))
+            norms.append(float(engine.step().grad_norm))  # type: ignore[arg-type]
+        names = expected.parameters[UPDATES]
+        found = {name: engine.weights.read(name) for name in names}
+    return {
+        "losses": deviations(losses, expected.losses[:UPDATES]),
+        "norms": deviations(norms, expected.norms[:UPDATES]),
+        **worst(found, names),
+    }
+
+
+def _config(case: Case, run: SplitRun) -> Config:
+    plain = config_of(case, Run(run.backend, "full_shard", "fp32"))
+    return plain.override(f"parallel.sequence.size={WORLD}", f"parallel.sequence.method={run.method}")
+
+
+def outcome(records: Sequence[Record]) -> str:
+    """What came of a case's runs, a line for each method where they differ; of a refusal, how its message begins."""
+    by_method = {record["run"].rpartition(" ")[2]: _outcome(record) for record in records}
+    if len({*by_method.values()}) <= 1:
+        return next(iter(by_method.values()), "")
+    return "\n".join(f"{method}: {each}" for method, each in by_method.items())
+
+
+def _outcome(record: Record) -> str:
+    text = record.get("refused") or record.get("error")
+    if text is not None:
+        ours = "refused" in record or record["ours"]
+        return (REFUSED if ours else FAILED) + re.split(r"\n|; ", text, maxsplit=1)[0]
+    if record["draws"]:
+        return RANDOM
+    wrong = beyond(record)
+    return EQUAL if wrong is None else DIFFERENT + wrong
