@@ -5,13 +5,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 GPU_OUT ?= gpu-out
-# What a benchmark writes.
-WRITES_peers := --json benchmarks/peers/measured.json --page docs/performance.md --readme README.md --picture docs/peers.svg
-WRITES_sequence := --json benchmarks/sequence/measured.json --page docs/performance.md
-WRITES_frameworks := --json benchmarks/frameworks/measured.json --page docs/performance.md --readme README.md
-WRITES_held := --json benchmarks/held/measured.json --page docs/sharding.md
-WRITES_first_step := --json benchmarks/first_step/measured.json --page docs/performance.md
-WRITES_goodput := --json benchmarks/goodput/measured.json --page docs/goodput.md
 # Four processes, a file of tests at a time, in the order of tests/conftest.py: ranks wait for each other, and fewer leave cores idle.
 PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
@@ -106,7 +99,7 @@ versions: $(READY) ## Try other versions, an environment each (hours); ONLY=torc
 
 # Each benchmark in turn; the machine should do nothing else meanwhile.
 bench: $(READY) ## Measure steps beside loops by hand and frameworks' own, translations, saves, starts; ONLY="peers frameworks" for some, BUDGET= seconds of these.
-	$(foreach each,$(or $(ONLY),overhead calls translate checkpoint stream scale peers frameworks sequence muon held first_step goodput),$(BIN)/python -m benchmarks.$(each) $(WRITES_$(each))\
+	$(foreach each,$(or $(ONLY),overhead calls translate checkpoint stream scale peers frameworks sequence muon held first_step goodput),$(BIN)/python -m benchmarks.$(each) $(if $(wildcard benchmarks/$(each)/measured.json),--write)\
 	  $(if $(BUDGET),$(if $(filter peers frameworks,$(each)),--seconds $(BUDGET))) &&) true
 
 # JOBS=4 runs pieces side by side, but for those that measure. Not by way of .venv: a machine with a GPU may have its own

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 import unishard
+from benchmarks.ratios import paired
 from unishard.distributed.devices import device_of
 from unishard.engine.model.units import find_units
 from unishard.engine.optim.optimizers import factory
@@ -250,18 +251,17 @@ def measure(
 
 
 def summary(backend: str, strategy: str, model: str, measured: list[tuple[float, float]], parameters: int) -> Result:
-    ratios = sorted(own / hand for hand, own in measured)
-    margin = 1.96 * math.sqrt(len(ratios)) / 2
-    low, high = (ratios[min(len(ratios) - 1, max(0, round(len(ratios) / 2 + sign * margin)))] for sign in (-1, 1))
+    hand, own = zip(*measured, strict=True)
+    found = paired(own, hand)
     return Result(
         backend,
         strategy,
         model,
         parameters,
-        statistics.median(hand for hand, _ in measured),
-        statistics.median(own for _, own in measured),
-        *((ratio - 1) * 100 for ratio in (statistics.median(ratios), low, high)),
-        len(ratios),
+        statistics.median(hand),
+        statistics.median(own),
+        *((found[name] - 1) * 100 for name in ("ratio", "low", "high")),
+        found["pairs"],
     )
 
 

@@ -1,8 +1,8 @@
 """Measures seconds to the first step on both engines beside loops by hand and Accelerate, and writes the page.
 
-    python -m benchmarks.first_step --json measured.json --page docs/performance.md     # 6 minutes
+    python -m benchmarks.first_step --write     # 6 minutes
     python -m benchmarks.first_step --engine fsdp --ranks 1 --model tiny --seconds 0 --no-compile
-    python -m benchmarks.first_step --from measured.json --page docs/performance.md     # measures nothing
+    python -m benchmarks.first_step --kept      # measures nothing
 
 Each start is of fresh interpreters. The candidates take turns, and a round that would exceed the time is left out; the
 first round is made whatever it takes.
@@ -11,7 +11,6 @@ first round is made whatever it takes.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -19,12 +18,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.first_step.page import BEGIN, END, compiled_result, line_of, section, start_result
+from benchmarks.first_step.page import MEASURED, compiled_result, line_of, start_result
 from benchmarks.first_step.phases import COMPILED, OWN
 from benchmarks.first_step.starting import start
+from benchmarks.machine import machine
 from benchmarks.peers.cell import ENGINES, SIZES, Cell
-from benchmarks.peers.page import machine
-from dev.pages.marked import replace
 
 RANKS = (1, 2, 4)
 STRATEGY, PRECISION = "full_shard", "fp32"
@@ -37,15 +35,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SIZES, default="25m")
     parser.add_argument("--seconds", type=float, default=330.0, help="for everything")
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled start out")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--from", dest="source", type=Path, help="results of an earlier run; measures nothing")
-    parser.add_argument("--page", type=Path, help="write the tables between the marks of this page")
-    given = parser.parse_args()
-    results = json.loads(given.source.read_text()) if given.source else measure(given)
-    if given.json:
-        given.json.write_text(json.dumps(results, indent=1) + "\n")
-    if given.page:
-        replace(given.page, BEGIN, END, section(results))
+    MEASURED.run(parser, measure)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from benchmarks.first_step.phases import PHASES, until_the_first
-from benchmarks.peers.page import about
+from benchmarks.machine import about
+from dev.measured import Json, Measured
+from dev.pages.markdown import table
 
-__all__ = ["BEGIN", "END", "NOT_RUN", "compiled_result", "line_of", "section", "start_result"]
+__all__ = ["MEASURED", "compiled_result", "line_of", "section", "start_result"]
 
-BEGIN, END = "<!-- first step: written by benchmarks/first_step -->", "<!-- end of first step -->"
-NOT_RUN = "Not measured yet: `make bench ONLY=first_step` writes this section."
 REFERENCE = "by hand"
-
-Json = dict[str, Any]
+_COLUMNS = (
+    *("ranks", "engine", "loop", *PHASES[:-1], "together", "/ by hand", "CPU", "/ by hand", "step 2", "starts"),
+)
+_COMPILED = (
+    *("ranks", "engine", "step 1", "compiled", "compiler", "from torch's cache", "compiler", "step 2, compiled"),
+)
 
 
 def start_result(world: int, engine: str, name: str, rounds: Sequence[dict[str, dict[str, float]]]) -> Json:
@@ -49,40 +52,33 @@ def compiled_result(world: int, engine: str, starts: Sequence[dict[str, float]])
 
 def section(results: Json) -> str:
     """The section's text."""
-    if not results["starts"]:
-        return NOT_RUN
-    lines = [about(results["machine"]), f"The model is `{results['model']}` of the tables above.", ""]
-    lines += [*_table(results["starts"])]
+    blocks = [f"{about(results['machine'])}\nThe model is `{results['model']}` of the tables above."]
+    blocks += [table(_COLUMNS, map(_row, results["starts"]))]
     if results["compiled"]:
-        lines += [
-            "",
-            "With `compile: per_block`, one start each; the compiler's seconds are what step 1 takes more:",
-            "",
-        ]
-        lines += [*_compiled(results["compiled"])]
-    return "\n".join(lines)
+        blocks += ["With `compile: per_block`, one start each; the compiler's seconds are what step 1 takes more:"]
+        blocks += [table(_COMPILED, map(_compiled, results["compiled"]))]
+    return "\n\n".join(blocks)
 
 
 def line_of(start: Json) -> str:
     """For the terminal."""
-    return list(_table([start]))[-1]
+    return f"| {' | '.join(_row(start))} |"
 
 
-def _table(starts: Sequence[Json]) -> Iterator[str]:
-    columns = ["ranks", "engine", "loop", *PHASES[:-1], "together", "/ by hand", "CPU", "/ by hand", "step 2", "starts"]
-    yield f"| {' | '.join(columns)} |"
-    yield "|---" * len(columns) + "|"
-    for each in starts:
-        phases = {name: f"{seconds:.2f}" for name, seconds in each["phases"].items()}
-        cells = [str(each["ranks"]), each["engine"], each["name"], *(phases[name] for name in PHASES[:-1])]
-        cells += [f"{each[name]:.2f}" for name in ("together", "ratio", "cpu", "cpu ratio")]
-        yield f"| {' | '.join([*cells, phases['step 2'], str(each['starts'])])} |"
+def _row(start: Json) -> tuple[str, ...]:
+    phases = [start["phases"][name] for name in PHASES]
+    seconds = (*phases[:-1], *(start[name] for name in ("together", "ratio", "cpu", "cpu ratio")), phases[-1])
+    return str(start["ranks"]), start["engine"], start["name"], *_seconds(*seconds), str(start["starts"])
 
 
-def _compiled(found: Sequence[Json]) -> Iterator[str]:
-    yield "| ranks | engine | step 1 | compiled | compiler | from torch's cache | compiler | step 2, compiled |"
-    yield "|---" * 8 + "|"
-    for each in found:
-        (plain, cold, warm), spent = each["step 1"], each["compile"]
-        cells = [f"{seconds:.2f}" for seconds in (plain, cold, spent[0], warm, spent[1], each["step 2"][-1])]
-        yield f"| {each['ranks']} | {each['engine']} | {' | '.join(cells)} |"
+def _compiled(found: Json) -> tuple[str, ...]:
+    (plain, cold, warm), spent = found["step 1"], found["compile"]
+    seconds = _seconds(plain, cold, spent[0], warm, spent[1], found["step 2"][-1])
+    return str(found["ranks"]), found["engine"], *seconds
+
+
+def _seconds(*found: float) -> Iterator[str]:
+    return (f"{each:.2f}" for each in found)
+
+
+MEASURED = Measured("first step", "benchmarks/first_step/measured.json", {"docs/performance.md": section})

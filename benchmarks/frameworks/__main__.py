@@ -1,8 +1,8 @@
 """Measures updates of training frameworks on unishard beside the frameworks' own, and writes the page.
 
-python -m benchmarks.frameworks --json measured.json --page docs/performance.md          # 15 minutes
+python -m benchmarks.frameworks --write     # 15 minutes
 python -m benchmarks.frameworks --framework lightning --engine fsdp --seconds 60
-python -m benchmarks.frameworks --from measured.json --page docs/performance.md          # measures nothing
+python -m benchmarks.frameworks --kept      # measures nothing
 
 The time is divided among the cells evenly.
 """
@@ -10,18 +10,15 @@ The time is divided among the cells evenly.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from benchmarks.frameworks.cases import CASES, FRAMEWORKS
-from benchmarks.frameworks.page import BEGIN, END, line_of, result_of, section, sentence, table
+from benchmarks.frameworks.page import MEASURED, line_of, result_of
 from benchmarks.frameworks.turns import take_turns
-from benchmarks.peers.page import machine
+from benchmarks.machine import machine
 from benchmarks.peers.turns import Turns
-from dev.pages.marked import replace
 from unishard.testing import run_ranks
 
 LEAST, MOST = 8, 300
@@ -36,18 +33,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", choices=choices, action="append", help="default: all")
     parser.add_argument("--seconds", type=float, default=900.0, help="for everything")
     parser.add_argument("--world", type=int, default=2, help="ranks")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--from", dest="source", type=Path, help="results of an earlier run; measures nothing")
-    parser.add_argument("--page", type=Path, help="write the table between the marks of this page")
-    parser.add_argument("--readme", type=Path, help="write the sentence between the marks of this page")
-    given = parser.parse_args()
-    results = json.loads(given.source.read_text()) if given.source else measure(given)
-    if given.json:
-        given.json.write_text(json.dumps(results, indent=1) + "\n")
-    if given.page:
-        replace(given.page, BEGIN, END, section(results))
-    if given.readme:
-        replace(given.readme, BEGIN, END, sentence(results))
+    MEASURED.run(parser, measure)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -60,7 +46,6 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         if case.model in (given.framework or FRAMEWORKS) and case.engine in (given.engine or (case.engine,))
     ]
     results: dict[str, Any] = {"machine": about, "cells": []}
-    print("\n".join(table([])))
     for at, case in enumerate(cases):
         seconds = (given.seconds - (time.monotonic() - begun)) / (len(cases) - at)
         plan = Turns(seconds, LEAST, MOST)

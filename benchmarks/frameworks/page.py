@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.frameworks.turns import Side
-from benchmarks.peers.page import about, deviation, paired
+from benchmarks.machine import about
+from benchmarks.ratios import deviation, paired, ranged
+from dev.measured import Json, Measured
+from dev.pages.markdown import table
 
-__all__ = ["BEGIN", "END", "GOAL", "NOT_RUN", "line_of", "result_of", "section", "sentence"]
+__all__ = ["GOAL", "MEASURED", "line_of", "result_of", "section", "sentence"]
 
-BEGIN, END = "<!-- frameworks: written by benchmarks/frameworks -->", "<!-- end of frameworks -->"
-NOT_RUN = "Not measured yet: `make bench ONLY=frameworks` writes this section."
 GOAL = 1.0
 """At most so long is an update on unishard, relative to the framework's own: the median of the cells."""
 BOUND = 1e-6
@@ -21,8 +21,10 @@ BOUND = 1e-6
 COMPARED = 20
 """The losses of so many updates, as in the conformance suite: later, rounding of sums grows with each update."""
 NAMES = {"accelerate": "Accelerate", "trainer": "Trainer", "lightning": "Lightning's Trainer", "fabric": "Fabric"}
-
-Json = dict[str, Any]
+_COLUMNS = (
+    *("framework", "engine", "strategy", "own, ms", "unishard, ms", "unishard / own", "pairs"),
+    *("calls, own", "calls, unishard", "of them unishard's"),
+)
 
 
 def result_of(case: Any, ranks: list[dict[str, Side]]) -> Json:
@@ -46,8 +48,6 @@ def result_of(case: Any, ranks: list[dict[str, Side]]) -> Json:
 def section(results: Json) -> str:
     """The section's text."""
     cells = results["cells"]
-    if not cells:
-        return NOT_RUN
     ratios, usable = sorted(cell["ratio"] for cell in cells if not void(cell)), [c for c in cells if not void(c)]
     lines = [about(results["machine"]), ""]
     if usable:
@@ -61,7 +61,8 @@ def section(results: Json) -> str:
             f"{max(cell['deviation'] for cell in usable):.0e}.",
             "",
         ]
-    return "\n".join([*lines, *table(cells), *(f"\n{cell}" for cell in map(said, filter(void, cells)))])
+    lines += [table(_COLUMNS, map(_row, cells)), *(f"\n{said(cell)}" for cell in cells if void(cell))]
+    return "\n".join(lines)
 
 
 def sentence(results: Json) -> str:
@@ -74,18 +75,12 @@ def sentence(results: Json) -> str:
     )
 
 
-def table(cells: list[Json]) -> Iterator[str]:
-    yield (
-        "| framework | engine | strategy | own, ms | unishard, ms | unishard / own | pairs | calls, own | calls, "
-        "unishard | of them unishard's |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|---|"
-    for cell in cells:
-        own, ours = (f"{cell['seconds'][side] * 1e3:.1f}" for side in ("own", "unishard"))
-        calls = (str(cell["calls"][side]) for side in ("own", "unishard"))
-        ratio = "" if void(cell) else f"{cell['ratio']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})"
-        parts = [NAMES[cell["framework"]], cell["engine"], f"`{cell['strategy']}`", own, ours, ratio]
-        yield "| " + " | ".join([*parts, str(cell["pairs"]), *calls, str(cell["ours"])]) + " |"
+def _row(cell: Json) -> tuple[str, ...]:
+    own, ours = (f"{cell['seconds'][side] * 1e3:.1f}" for side in ("own", "unishard"))
+    calls = (str(cell["calls"][side]) for side in ("own", "unishard"))
+    ratio = "" if void(cell) else ranged(cell, 3)
+    parts = [NAMES[cell["framework"]], cell["engine"], f"`{cell['strategy']}`", own, ours, ratio]
+    return *parts, str(cell["pairs"]), *calls, str(cell["ours"])
 
 
 def void(cell: Json) -> bool:
@@ -102,4 +97,9 @@ def said(cell: Json) -> str:
 
 def line_of(cell: Json) -> str:
     """For the terminal."""
-    return list(table([cell]))[-1] + (f" {said(cell)}" if void(cell) else "")
+    return f"| {' | '.join(_row(cell))} |" + (f" {said(cell)}" if void(cell) else "")
+
+
+MEASURED = Measured(
+    "frameworks", "benchmarks/frameworks/measured.json", {"docs/performance.md": section, "README.md": sentence}
+)

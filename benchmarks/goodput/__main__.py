@@ -2,8 +2,8 @@
 
     python -m benchmarks.goodput --save 30 --resume 60 --start 120          # your own seconds; measures nothing
     python -m benchmarks.goodput --save 30 --blocks 3 --resume 60 --start 120 --mtbf 12 --interval 5 --interval 10
-    python -m benchmarks.goodput --json measured.json --page docs/goodput.md    # 3 minutes
-    python -m benchmarks.goodput --from measured.json --page docs/goodput.md    # measures nothing
+    python -m benchmarks.goodput --write     # 3 minutes
+    python -m benchmarks.goodput --kept      # measures nothing
 
 `--blocks` is for saves in the background: what of `--save` stops the updates. A start is the one of `first_step`.
 """
@@ -11,14 +11,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
-from benchmarks.goodput.page import ASSUMED, BEGIN, END, INTERVALS, MTBF, figures, section, tables
+from benchmarks.goodput.page import ASSUMED, INTERVALS, MEASURED, MTBF, figures, tables
+from benchmarks.machine import machine
 from benchmarks.peers.cell import ENGINES
-from benchmarks.peers.page import machine
-from dev.pages.marked import replace
 
 
 def main() -> None:
@@ -36,19 +33,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024, help="of the model whose saves are measured")
     parser.add_argument("--layers", type=int, default=21)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--from", dest="source", type=Path, help="results of an earlier run; measures nothing")
-    parser.add_argument("--page", type=Path, help="write the tables between the marks of this page")
-    given = parser.parse_args()
-    if given.save is not None:
-        for line in tables(figures(own(given), tuple(given.mtbf or MTBF), tuple(given.interval or INTERVALS))):
-            print(line)
-        return
-    results = json.loads(given.source.read_text()) if given.source else measure(given)
-    if given.json:
-        given.json.write_text(json.dumps(results, indent=1) + "\n")
-    if given.page:
-        replace(given.page, BEGIN, END, section(results))
+    MEASURED.run(parser, measure)
 
 
 def own(given: argparse.Namespace) -> dict[str, float]:
@@ -57,8 +42,11 @@ def own(given: argparse.Namespace) -> dict[str, float]:
     return found if given.blocks is None else found | {"blocks": given.blocks, "complete": given.save}
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Measure both engines, and simulate with that and with what is assumed."""
+def measure(given: argparse.Namespace) -> dict[str, Any] | None:
+    """Simulate with what both engines measure and with what is assumed, or only with the seconds that are given."""
+    if given.save is not None:
+        print(tables(figures(own(given), tuple(given.mtbf or MTBF), tuple(given.interval or INTERVALS))))
+        return None
     from benchmarks.goodput.measuring import RANKS, numel, times
 
     results: dict[str, Any] = {"machine": machine(RANKS), "parameters": numel(given.hidden, given.layers), "runs": {}}
@@ -66,7 +54,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     for name, seconds in (runs | {"assumed": ASSUMED}).items():
         results["runs"][name] = {"times": seconds, "figures": figures(seconds)}
         print(name, {key: round(value, 2) for key, value in seconds.items()}, flush=True)
-        print("\n".join(tables(results["runs"][name]["figures"])), flush=True)
+        print(tables(results["runs"][name]["figures"]), flush=True)
     return results
 
 

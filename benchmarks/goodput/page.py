@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 from benchmarks.goodput.model import Costs, best, formula, simulate, young_daly
-from benchmarks.peers.page import about
+from benchmarks.machine import about
+from dev.measured import Json, Measured
+from dev.pages.markdown import table
 
-__all__ = ["ASSUMED", "BEGIN", "END", "INTERVALS", "MTBF", "NOT_RUN", "figures", "section", "tables"]
+__all__ = ["ASSUMED", "INTERVALS", "MEASURED", "MTBF", "figures", "section", "tables"]
 
-BEGIN, END = "<!-- goodput: written by benchmarks/goodput -->", "<!-- end of goodput -->"
-NOT_RUN = "Not measured yet: `make bench ONLY=goodput` writes this section."
 MTBF = (7.9, 1.8)
 """Hours: of jobs on 1,024 GPUs, and projected for 16,384."""
 INTERVALS = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0)
@@ -27,9 +26,10 @@ _TIMES = {
     "blocks": "a save in the background, until updates go on",
     "complete": "a save in the background, until it is complete",
 }
-_HEAD = "| MTBF | saves | interval by Young and Daly | goodput, formula | simulated | in saves | lost | restarting |"
-
-Json = dict[str, Any]
+_COLUMNS = (
+    *("MTBF", "saves", "interval by Young and Daly", "goodput, formula", "simulated", "in saves", "lost", "restarting"),
+    *("best interval, simulated", "goodput"),
+)
 
 
 def kinds(times: Mapping[str, float]) -> dict[str, Costs]:
@@ -69,44 +69,39 @@ def figures(
 
 def section(results: Json) -> str:
     """The generated part of the page."""
-    if not results["runs"]:
-        return NOT_RUN
     runs = results["runs"]
     gib = max(each["times"].get("GiB", 0.0) for each in runs.values())
     model = f"a Llama of {results['parameters'] / 1e6:.0f} million parameters ({gib:.1f} GiB of state on each rank)"
-    lines = [about(results["machine"]), f"Saves and resumes are those of {model}.", ""]
-    lines += ["Seconds, measured and assumed:", "", *_costs(results)]
-    for name in runs:
-        lines += ["", f"### {name[0].upper()}{name[1:]}", "", *tables(runs[name]["figures"])]
-    return "\n".join(lines)
+    seconds = ((said, *(f"{each['times'][name]:.2f}" for each in runs.values())) for name, said in _TIMES.items())
+    blocks = [f"{about(results['machine'])}\nSaves and resumes are those of {model}."]
+    blocks += ["Seconds, measured and assumed:", table(("", *runs), seconds)]
+    for name, run in runs.items():
+        blocks += [f"### {name[0].upper()}{name[1:]}", tables(run["figures"])]
+    return "\n\n".join(blocks)
 
 
-def tables(found: list[Json]) -> Iterator[str]:
+def tables(found: list[Json]) -> str:
     """At the best interval, and by interval."""
-    yield f"{_HEAD} best interval, simulated | goodput |"
-    yield "|---" * 10 + "|"
-    for each in found:
-        useful, saves, lost, restarts = (f"{share:.2%}" for share in each["shares"])
-        yield (
-            f"| {each['mtbf']:g} h | {each['kind']} | {_minutes(each['young daly'])} | {each['formula']:.2%} "
-            f"| {useful} | {saves} | {lost} | {restarts} | {_minutes(each['best'])} | {each['best goodput']:.2%} |"
-        )
-    intervals = found[0]["intervals"]
-    yield ""
-    yield f"| MTBF | saves | {' | '.join(f'every {each:g} min' for each in intervals)} |"
-    yield "|---" * (2 + len(intervals)) + "|"
-    for each in found:
-        yield f"| {each['mtbf']:g} h | {each['kind']} | {' | '.join(f'{share:.2%}' for share in each['goodput'])} |"
+    intervals = (f"every {each:g} min" for each in found[0]["intervals"])
+    by_interval = ((*_run(each), *_shares(each["goodput"])) for each in found)
+    return f"{table(_COLUMNS, map(_at_best, found))}\n\n{table(('MTBF', 'saves', *intervals), by_interval)}"
 
 
-def _costs(results: Json) -> Iterator[str]:
-    runs = results["runs"]
-    yield f"| | {' | '.join(runs)} |"
-    yield "|---" * (1 + len(runs)) + "|"
-    for name, said in _TIMES.items():
-        seconds = [f"{each['times'][name]:.2f}" for each in runs.values()]
-        yield f"| {said} | {' | '.join(seconds)} |"
+def _at_best(each: Json) -> tuple[str, ...]:
+    best = (_minutes(each["best"]), *_shares([each["best goodput"]]))
+    return *_run(each), _minutes(each["young daly"]), *_shares([each["formula"], *each["shares"]]), *best
+
+
+def _run(each: Json) -> tuple[str, str]:
+    return f"{each['mtbf']:g} h", each["kind"]
+
+
+def _shares(shares: Iterable[float]) -> Iterator[str]:
+    return (f"{share:.2%}" for share in shares)
 
 
 def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.1f} min"
+
+
+MEASURED = Measured("goodput", "benchmarks/goodput/measured.json", {"docs/goodput.md": section})

@@ -8,16 +8,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.pieces import PIECES
 from benchmarks.gpu.report import read
-from dev.pages.marked import replace
+from dev.pages import marked
+from dev.pages.markdown import table
 
-BEGIN, END = "<!-- figures: written by benchmarks/gpu/page.py -->", "<!-- end of the figures -->"
 NOT_RUN = "Not run on a GPU yet: no figure from a GPU has been measured."
+_NOT_RUN = ("not run", "", "", "")
 
 
 def figures(reports: Sequence[dict[str, Any]]) -> str:
@@ -27,16 +28,10 @@ def figures(reports: Sequence[dict[str, Any]]) -> str:
     ran = {report["piece"]: report for report in reports if report["device"] == "cuda" and report["hardware"]}
     if not ran:
         return NOT_RUN
-    lines = [
-        *hardware(list(ran.values())),
-        "",
-        "| piece | verdict | checks | losses apart | seconds |",
-        "|---|---|---|---|---|",
-    ]
-    for piece in PIECES:
-        report = ran.get(piece.name)
-        lines.append(f"| {piece.name} | {row(report)} |" if report else f"| {piece.name} | not run | | | |")
-    return "\n".join([*lines, *speeds(ran), *stated(ran)])
+    head = ("piece", "verdict", "checks", "losses apart", "seconds")
+    rows = ((piece.name, *(row(ran[piece.name]) if piece.name in ran else _NOT_RUN)) for piece in PIECES)
+    blocks = ["\n".join(hardware(list(ran.values()))), table(head, rows), *speeds(ran), *stated(ran)]
+    return "\n\n".join(blocks)
 
 
 def hardware(reports: list[dict[str, Any]]) -> list[str]:
@@ -48,12 +43,10 @@ def hardware(reports: list[dict[str, Any]]) -> list[str]:
     return sorted(found)
 
 
-def row(report: dict[str, Any]) -> str:
+def row(report: dict[str, Any]) -> tuple[str, ...]:
     counted = Counter(check["verdict"] for check in report["checks"])
-    return (
-        f"{report['verdict']} | {', '.join(f'{number} {verdict}' for verdict, number in counted.items())} | "
-        f"{apart(report['checks'])} | {report['seconds']:g}"
-    )
+    checks = ", ".join(f"{number} {verdict}" for verdict, number in counted.items())
+    return report["verdict"], checks, apart(report["checks"]), f"{report['seconds']:g}"
 
 
 def apart(checks: list[dict[str, Any]]) -> str:
@@ -66,26 +59,26 @@ def apart(checks: list[dict[str, Any]]) -> str:
     return ", ".join(f"{precision} {far:.0e}".strip() for precision, far in found.items())
 
 
-def speeds(ran: dict[str, dict[str, Any]]) -> list[str]:
+def speeds(ran: dict[str, dict[str, Any]]) -> Iterator[str]:
     """A table of the throughput pieces; nothing where they have no figures."""
-    lines: list[str] = []
-    for report in ran.values():
-        for check in report["checks"]:
-            found = check["figures"]
-            for who in ("unishard", "by hand") if "ratio" in found else ():
-                side = found[who]
-                used = "" if side["mfu"] is None else f"{side['mfu']:.1%}"
-                ratio = f"{found['ratio']:.3f}" if who == "unishard" else ""
-                engine = check["name"].partition(":")[0]
-                lines.append(
-                    f"| {engine} | {who} | {side['tokens_per_second']:,.0f} | {used} | {side['peak_gib']:.1f} | "
-                    f"{ratio} |"
-                )
-    head = ["", "| engine, model | loop | tokens/s | MFU | peak memory, GiB | ratio |", "|---|---|---|---|---|---|"]
-    return [*head, *lines] if lines else []
+    rows = [
+        (check["name"].partition(":")[0], who, *_speed(check["figures"], who))
+        for report in ran.values()
+        for check in report["checks"]
+        for who in (("unishard", "by hand") if "ratio" in check["figures"] else ())
+    ]
+    if rows:
+        yield table(("engine, model", "loop", "tokens/s", "MFU", "peak memory, GiB", "ratio"), rows)
 
 
-def stated(ran: dict[str, dict[str, Any]]) -> list[str]:
+def _speed(found: dict[str, Any], who: str) -> tuple[str, ...]:
+    side = found[who]
+    used = "" if side["mfu"] is None else f"{side['mfu']:.1%}"
+    ratio = f"{found['ratio']:.3f}" if who == "unishard" else ""
+    return f"{side['tokens_per_second']:,.0f}", used, f"{side['peak_gib']:.1f}", ratio
+
+
+def stated(ran: dict[str, dict[str, Any]]) -> Iterator[str]:
     """What failed or is not supported, each with the first line of why."""
     lines = [
         f"- {report['piece']}, {check['verdict']}: {check['name']}: {check['detail'].partition(chr(10))[0]}"
@@ -93,16 +86,13 @@ def stated(ran: dict[str, dict[str, Any]]) -> list[str]:
         for check in report["checks"]
         if check["verdict"] in ("fail", "unsupported")
     ]
-    return ["", *lines] if lines else []
+    if lines:
+        yield "\n".join(lines)
 
 
-def write(folder: Path, page: Path) -> str:
-    """Replace what stands between the marks of a page.
-
-    Raises:
-        ValueError: The page has no marks.
-    """
-    return replace(page, BEGIN, END, figures(read(folder)))
+def write(folder: Path, page: Path) -> None:
+    """Write the figures into a page."""
+    marked.write(page, "figures", figures(read(folder)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

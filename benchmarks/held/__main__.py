@@ -1,20 +1,17 @@
 """Counts what a rank holds between updates for each parameter, and writes it beside what `unishard plan` says.
 
-python -m benchmarks.held --json benchmarks/held/measured.json --page docs/sharding.md     # 2 minutes
-python -m benchmarks.held --from benchmarks/held/measured.json --page docs/sharding.md     # measures nothing
+python -m benchmarks.held --write     # 2 minutes
+python -m benchmarks.held --kept      # measures nothing
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from benchmarks.held.measuring import RANKS, cells, numel, on_a_rank
-from benchmarks.held.page import BEGIN, END, line_of, section
-from dev.pages.marked import replace
+from benchmarks.held.page import MEASURED, line_of
 from unishard.testing import run_ranks
 
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
@@ -22,18 +19,10 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore", "CUDA_VISIB
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--from", dest="source", type=Path, help="results of an earlier run; measures nothing")
-    parser.add_argument("--page", type=Path, help="write the table between the marks of this page")
-    given = parser.parse_args()
-    results = json.loads(given.source.read_text()) if given.source else measure()
-    if given.json:
-        given.json.write_text(json.dumps(results, indent=1) + "\n")
-    if given.page:
-        replace(given.page, BEGIN, END, section(results))
+    MEASURED.run(parser, measure)
 
 
-def measure() -> dict[str, Any]:
+def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Train all cells in the same ranks; of each cell, the rank that holds most."""
     chosen, found = tuple(cells()), []
     for cell, *ranks in zip(chosen, *run_ranks(RANKS, on_a_rank, chosen, timeout=1800, env=QUIET), strict=True):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-__all__ = ["BEGIN", "BOUND", "END", "distance", "line_of", "section"]
+from dev.measured import Json, Measured
+from dev.pages.markdown import table
 
-BEGIN, END = "<!-- held: written by benchmarks/held -->", "<!-- end of held -->"
+__all__ = ["BOUND", "MEASURED", "distance", "line_of", "section"]
+
 BOUND = 0.05
 """Of the distance of a planned figure from the counted one, relative to it."""
-
-Json = dict[str, Any]
 
 
 def section(results: Json) -> str:
@@ -19,17 +18,11 @@ def section(results: Json) -> str:
     cells = results["cells"]
     columns = list(dict.fromkeys((cell["engine"], cell["precision"]) for cell in cells))
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    return "\n".join(
-        [
-            f"Counted with a Llama of {results['parameters']:,} parameters and AdamW on {results['ranks']} ranks "
-            f"({versions}); the farthest of the {len(cells)} planned figures is "
-            f"{max(map(distance, cells)):.1%} from what was counted.",
-            "",
-            "| strategy | offload | " + " | ".join(f"{engine}, {precision}" for engine, precision in columns) + " |",
-            "|---" * (2 + len(columns)) + "|",
-            *_rows(cells, columns),
-        ]
-    )
+    return (
+        f"Counted with a Llama of {results['parameters']:,} parameters and AdamW on {results['ranks']} ranks "
+        f"({versions}); the farthest of the {len(cells)} planned figures is "
+        f"{max(map(distance, cells)):.1%} from what was counted.\n\n"
+    ) + table(("strategy", "offload", *map(", ".join, columns)), _rows(cells, columns))
 
 
 def distance(cell: Json) -> float:
@@ -37,13 +30,12 @@ def distance(cell: Json) -> float:
     return float(abs(cell["device"] + cell["host"] - cell["held"]) / cell["held"])
 
 
-def _rows(cells: Sequence[Json], columns: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _rows(cells: Sequence[Json], columns: Sequence[tuple[str, str]]) -> Iterator[tuple[str, ...]]:
     by_place: dict[tuple[str, str], dict[tuple[str, str], Json]] = {}
     for cell in cells:
         by_place.setdefault((cell["strategy"], cell["offload"]), {})[cell["engine"], cell["precision"]] = cell
     for (strategy, offload), found in by_place.items():
-        figures = " | ".join(_figures(found[column]) if column in found else "" for column in columns)
-        yield f"| `{strategy}` | {offload} | {figures} |"
+        yield f"`{strategy}`", offload, *(_figures(found[column]) if column in found else "" for column in columns)
 
 
 def _figures(cell: Json) -> str:
@@ -54,3 +46,6 @@ def _figures(cell: Json) -> str:
 def line_of(cell: Json) -> str:
     """For the terminal."""
     return f"{cell['engine']} {cell['strategy']} {cell['offload']} {cell['precision']}: {_figures(cell)}"
+
+
+MEASURED = Measured("held", "benchmarks/held/measured.json", {"docs/sharding.md": section})

@@ -1,8 +1,8 @@
 """Measures unishard beside the same training written by hand and through Accelerate, and writes the page.
 
-    python -m benchmarks.peers --json measured.json --page docs/performance.md --picture docs/peers.svg   # 18 minutes
+    python -m benchmarks.peers --write     # 18 minutes
     python -m benchmarks.peers --model tiny --engine fsdp --seconds 60
-    python -m benchmarks.peers --from measured.json --readme README.md   # measures nothing
+    python -m benchmarks.peers --kept      # measures nothing
 
 The time is divided among the cells by the size of the model, the smallest first. A cell is left out, and the page says
 so, where less time is left than the last one of its size took.
@@ -11,17 +11,16 @@ so, where less time is left than the last one of its size took.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from itertools import product
-from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import machine
 from benchmarks.peers.cell import CANDIDATES, ENGINES, PRECISIONS, SIZES, STRATEGIES, Cell
-from benchmarks.peers.page import BEGIN, END, cell_result, line_of, machine, section, sentence
+from benchmarks.peers.page import MEASURED, PICTURE, cell_result, draw, line_of
 from benchmarks.peers.turns import Turns, take_turns, theory
-from dev.pages.marked import replace
+from dev.measured import ROOT
 from unishard.testing import RankFailure, run_ranks
 
 LEAST, MOST = 3, 300
@@ -33,24 +32,6 @@ WITHOUT = tuple(name for name in CANDIDATES if name != "Accelerate")
 
 
 def main() -> None:
-    given = arguments()
-    if given.source:
-        results = json.loads(given.source.read_text())
-    else:
-        results = measure(given)
-        if given.json:
-            given.json.write_text(json.dumps(results, indent=1) + "\n")
-    if given.picture:
-        from benchmarks.peers.page import draw
-
-        draw(results, given.picture)
-    if given.page:
-        replace(given.page, BEGIN, END, section(results, given.picture.name if given.picture else None))
-    if given.readme:
-        replace(given.readme, BEGIN, END, sentence(results))
-
-
-def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, choices in {"engine": ENGINES, "strategy": STRATEGIES, "precision": PRECISIONS, "model": SIZES}.items():
         parser.add_argument(f"--{name}", choices=choices, action="append", help="default: all")
@@ -60,12 +41,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--least", type=int, default=LEAST, help="rounds of a cell, whatever the time")
     parser.add_argument("--most", type=int, default=MOST, help="rounds of a cell")
     parser.add_argument("--world", type=int, default=2, help="ranks")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--from", dest="source", type=Path, help="results of an earlier run; measures nothing")
-    parser.add_argument("--page", type=Path, help="write the tables between the marks of this page")
-    parser.add_argument("--readme", type=Path, help="write the sentence between the marks of this page")
-    parser.add_argument("--picture", type=Path, help="write an SVG here")
-    return parser.parse_args()
+    if MEASURED.run(parser, measure):
+        draw(MEASURED.kept(), ROOT / "docs" / PICTURE)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

@@ -2,52 +2,78 @@
 
 from __future__ import annotations
 
-import datetime
-import math
-import os
-import platform
-import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from benchmarks.machine import about
 from benchmarks.peers.cell import Cell
+from benchmarks.ratios import deviation, paired, ranged
+from dev.measured import Json, Measured
+from dev.pages.markdown import table
 from unishard.contract.tolerances import TOLERANCES
 
-BEGIN, END = "<!-- peers: written by benchmarks/peers -->", "<!-- end of peers -->"
-NOT_RUN = "Not measured yet: `make bench ONLY=peers` writes this section."
 GOALS = {"by hand": 1.0, "Accelerate": 0.95}
 """At most so long is a step of unishard, relative to the same step of the other."""
 TRAFFIC = 1e-3
 """Relative difference from the plan: a few bytes for the gradient norm and flags."""
+PICTURE = "peers.svg"
+"""Beside the page."""
+_CELL = ("engine", "strategy", "precision", "model")
 
-Json = dict[str, Any]
+
+def cell_result(cell: Cell, parameters: int, theory: int, ranks: Sequence[Mapping[str, Any]]) -> Json:
+    """One cell from the answers of its ranks: candidates by name, each with its steps, losses, counts and memory."""
+    bound, first = TOLERANCES[cell.precision].losses, ranks[0]
+    reference = next(iter(first))
+    sides: Json = {}
+    for name, side in first.items():
+        far = max(deviation(rank[name].losses, rank[reference].losses) for rank in ranks)
+        sides[name] = {
+            "seconds": median(side.seconds),
+            "deviation": far,
+            "void": not far <= bound,
+            "collectives": side.counts.collectives,
+            "nbytes": side.counts.nbytes,
+            "peak": max(rank[name].held + rank[name].counts.peak for rank in ranks),
+        }
+    ratios = (
+        {name: paired(first["unishard"].seconds, first[name].seconds) for name in first if name != "unishard"}
+        if "unishard" in first
+        else {}
+    )
+    return {
+        **cell._asdict(),
+        "parameters": parameters,
+        "tokens": cell.size.batch * cell.size.length * cell.size.accumulation,
+        "steps": len(first[reference].losses),
+        "bound": bound,
+        "theory": theory,
+        "candidates": sides,
+        "ratios": ratios,
+    }
 
 
-def section(results: Json, picture: str | None = None) -> str:
+def section(results: Json) -> str:
     """The section's text."""
-    if not results["cells"]:
-        return NOT_RUN
-    lines = [about(results["machine"]), "", *goals(results["cells"])]
-    if picture:
-        lines += ["", f"![Steps of unishard relative to the same training by hand and through Accelerate]({picture})"]
+    lines = [about(results["machine"]), "", *goals(results["cells"]), ""]
+    lines += [f"![Steps of unishard relative to the same training by hand and through Accelerate]({PICTURE})"]
     lines += [
         "",
         "Milliseconds of an optimizer step, and the median of paired ratios with its 95 % interval; of fewer than 6 "
         "pairs the whole range,",
         "which holds the median less often than that:",
         "",
-        *times(results["cells"]),
+        times(results["cells"]),
     ]
     lines += [
         "",
         "Collectives of a step, bytes that a rank sends relative to `unishard plan`, and the most MiB that it holds:",
         "",
     ]
-    lines += [*traffic(results["cells"])]
-    lines += [*void(results["cells"]), *(f"\n{note}" for note in results["notes"])]
+    lines += [traffic(results["cells"]), *void(results["cells"]), *(f"\n{note}" for note in results["notes"])]
     return "\n".join(lines)
 
 
@@ -58,20 +84,11 @@ def sentence(results: Json) -> str:
     slowest = next(cell for cell in cells if usable(cell, "by hand") and cell["ratios"]["by hand"]["ratio"] == hand[-1])
     spent = slowest["candidates"]["unishard"]["seconds"] * 1e3
     return textwrap.fill(
-        f"On {results['machine']['ranks']} CPU ranks a step takes {middle(hand):.2f} times as long as that of a loop "
+        f"On {results['machine']['ranks']} CPU ranks a step takes {median(hand):.2f} times as long as that of a loop "
         f"by hand (median of {len(hand)} cells; {hand[0]:.2f} to {hand[-1]:.2f}, the most for steps of {spent:.0f} ms "
-        f"with `{slowest['engine']}` and `{slowest['strategy']}`) and {middle(accelerate):.2f} times as long as "
+        f"with `{slowest['engine']}` and `{slowest['strategy']}`) and {median(accelerate):.2f} times as long as "
         f"Accelerate's ({accelerate[0]:.2f} to {accelerate[-1]:.2f}).",
         88,
-    )
-
-
-def about(machine: Json) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    cores, load = machine["cores"], machine["load"]
-    return (
-        f"Measured on {machine['date']}: {machine['ranks']} ranks on {cores} cores ({machine['cpu']}, "
-        f"{machine['system']}), gloo, one thread a rank, load {load} before; Python {machine['python']}, {versions}."
     )
 
 
@@ -83,33 +100,32 @@ def goals(cells: list[Json]) -> Iterator[str]:
             met, sure = sum(each["ratio"] <= goal for each in found), sum(each["low"] > goal for each in found)
             yield (
                 f"- A step takes at most {goal:.2f} x that of {name} in {met} of {len(found)} cells; in {sure} the "
-                f"whole interval is above. Median of the cells: {middle([each['ratio'] for each in found]):.3f}."
+                f"whole interval is above. Median of the cells: {median([each['ratio'] for each in found]):.3f}."
             )
     exact = sum(abs(of(cell, "unishard") - 1) <= TRAFFIC for cell in cells)
     yield f"- unishard sends the bytes of the plan (to {TRAFFIC:.1%}) in {exact} of {len(cells)} cells."
 
 
-def times(cells: list[Json]) -> Iterator[str]:
-    yield (
-        "| engine | strategy | precision | model | by hand | Accelerate | unishard | unishard / by hand | unishard / "
-        "Accelerate | pairs |"
-    )
-    yield "|---|---|---|---|---|---|---|---|---|---|"
-    for cell in cells:
-        spent = [each(cell, name, lambda side: f"{side['seconds'] * 1e3:.1f}") for name in (*GOALS, "unishard")]
-        ratios = [ratio(cell, name) for name in GOALS]
-        yield row(cell, *spent, *ratios, str(max(found["pairs"] for found in cell["ratios"].values())))
+def times(cells: list[Json]) -> str:
+    columns = ("by hand", "Accelerate", "unishard", "unishard / by hand", "unishard / Accelerate", "pairs")
+    return table((*_CELL, *columns), map(_times, cells))
 
 
-def traffic(cells: list[Json]) -> Iterator[str]:
-    yield "| engine | strategy | precision | model | plan, MB | by hand | Accelerate | unishard |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for cell in cells:
+def _times(cell: Json) -> tuple[str, ...]:
+    spent = [each(cell, name, lambda side: f"{side['seconds'] * 1e3:.1f}") for name in (*GOALS, "unishard")]
+    pairs = max(found["pairs"] for found in cell["ratios"].values())
+    return *_place(cell), *spent, *(ratio(cell, name) for name in GOALS), str(pairs)
 
-        def said(side: Json, cell: Json = cell) -> str:
-            return f"{side['collectives']}; {side['nbytes'] / cell['theory']:.3f} x; {side['peak'] / 2**20:.1f} MiB"
 
-        yield row(cell, f"{cell['theory'] / 1e6:.3f}", *(each(cell, name, said) for name in (*GOALS, "unishard")))
+def traffic(cells: list[Json]) -> str:
+    return table((*_CELL, "plan, MB", "by hand", "Accelerate", "unishard"), map(_traffic, cells))
+
+
+def _traffic(cell: Json) -> tuple[str, ...]:
+    def said(side: Json) -> str:
+        return f"{side['collectives']}; {side['nbytes'] / cell['theory']:.3f} x; {side['peak'] / 2**20:.1f} MiB"
+
+    return *_place(cell), f"{cell['theory'] / 1e6:.3f}", *(each(cell, name, said) for name in (*GOALS, "unishard"))
 
 
 def void(cells: list[Json]) -> Iterator[str]:
@@ -139,10 +155,7 @@ def line_of(cell: Json) -> str:
 
 
 def ratio(cell: Json, name: str) -> str:
-    if not usable(cell, name):
-        return ""
-    found = cell["ratios"][name]
-    return f"{found['ratio']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+    return ranged(cell["ratios"][name], 3) if usable(cell, name) else ""
 
 
 def usable(cell: Json, name: str) -> bool:
@@ -161,19 +174,12 @@ def each(cell: Json, name: str, said: Callable[[Json], str]) -> str:
     return said(cell["candidates"][name]) if name in cell["candidates"] else ""
 
 
-def middle(values: list[float]) -> float:
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-
-
 def names(cell: Json) -> str:
-    return " ".join(cell[name] for name in ("engine", "strategy", "precision", "model"))
+    return " ".join(cell[name] for name in _CELL)
 
 
-def row(cell: Json, *values: str) -> str:
-    return (
-        "| " + " | ".join([cell["engine"], f"`{cell['strategy']}`", cell["precision"], cell["model"], *values]) + " |"
-    )
+def _place(cell: Json) -> tuple[str, ...]:
+    return cell["engine"], f"`{cell['strategy']}`", cell["precision"], cell["model"]
 
 
 # The results as one SVG: how long unishard's step takes relative to the others', and how much it holds.
@@ -207,84 +213,11 @@ def draw(results: Json, path: Path) -> None:
         panel.set_title(title, fontsize=9)
         panel.grid(alpha=0.3)
         panel.tick_params(labelsize=8)
-    labels = [" ".join(cell[name] for name in ("engine", "strategy", "precision", "model")) for cell in cells]
-    panels[0].set_yticks(range(len(cells)), labels, fontsize=8)
+    panels[0].set_yticks(range(len(cells)), [*map(names, cells)], fontsize=8)
     figure.suptitle("Lower is better; dashed: the goal; bars: 95 % interval, of few pairs the range", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
 
-# --------------------------------------------------------------------------------------------------
-# From what ranks gave to what the page says: medians of paired ratios, whether all trained the same, machine, versions
-# and date. Pure.
-
-
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> Json:
-    """The median of the ratios of steps of the same round, with its 95 % interval (order statistics, no distribution
-    assumed).
-    """
-    ratios = sorted(own / other for own, other in zip(ours, theirs, strict=True))
-    margin = 1.96 * math.sqrt(len(ratios)) / 2
-    low, high = (ratios[min(len(ratios) - 1, max(0, round(len(ratios) / 2 + sign * margin)))] for sign in (-1, 1))
-    return {"ratio": statistics.median(ratios), "low": low, "high": high, "pairs": len(ratios)}
-
-
-def deviation(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest relative difference of two curves; infinite where a loss is not finite."""
-    apart = [abs(own - other) / abs(other) for own, other in zip(losses, reference, strict=True)]
-    return max(each if math.isfinite(each) else math.inf for each in apart)
-
-
-def cell_result(cell: Cell, parameters: int, theory: int, ranks: Sequence[Mapping[str, Any]]) -> Json:
-    """One cell from the answers of its ranks: candidates by name, each with its steps, losses, counts and memory."""
-    bound, first = TOLERANCES[cell.precision].losses, ranks[0]
-    reference = next(iter(first))
-    sides: Json = {}
-    for name, side in first.items():
-        far = max(deviation(rank[name].losses, rank[reference].losses) for rank in ranks)
-        sides[name] = {
-            "seconds": statistics.median(side.seconds),
-            "deviation": far,
-            "void": not far <= bound,
-            "collectives": side.counts.collectives,
-            "nbytes": side.counts.nbytes,
-            "peak": max(rank[name].held + rank[name].counts.peak for rank in ranks),
-        }
-    ratios = (
-        {name: paired(first["unishard"].seconds, first[name].seconds) for name in first if name != "unishard"}
-        if "unishard" in first
-        else {}
-    )
-    return {
-        **cell._asdict(),
-        "parameters": parameters,
-        "tokens": cell.size.batch * cell.size.length * cell.size.accumulation,
-        "steps": len(first[reference].losses),
-        "bound": bound,
-        "theory": theory,
-        "candidates": sides,
-        "ratios": ratios,
-    }
-
-
-def machine(world: int) -> Json:
-    """Where and with what it was measured."""
-    packages = ("torch", "deepspeed", "accelerate", "transformers", "unishard")
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
-        "ranks": world,
-        "load": round(os.getloadavg()[0], 2),
-    }
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or "CPU")
+MEASURED = Measured("peers", "benchmarks/peers/measured.json", {"docs/performance.md": section, "README.md": sentence})

@@ -1,8 +1,8 @@
 """Measures long sequences on both engines beside Accelerate's own and beside half the length, and writes the page.
 
-    python -m benchmarks.sequence --json measured.json --page docs/performance.md     # 25 minutes
+    python -m benchmarks.sequence --write     # 25 minutes
     python -m benchmarks.sequence --engine fsdp --rounds 1 --budget 0
-    python -m benchmarks.sequence --from measured.json --page docs/performance.md     # measures nothing
+    python -m benchmarks.sequence --kept      # measures nothing
 
 Every candidate starts anew in each round, in turns, for Accelerate's attention replaces that of all models of its
 process.
@@ -11,15 +11,12 @@ process.
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.page import machine
+from benchmarks.machine import machine
 from benchmarks.sequence.measuring import longest, updates
-from benchmarks.sequence.page import BEGIN, END, line_of, result_of, section
+from benchmarks.sequence.page import MEASURED, line_of, result_of
 from benchmarks.sequence.training import ENGINES, GROUP, SIZE, Candidate
-from dev.pages.marked import replace
 
 SPLIT = {method: {"parallel": {"sequence": {"size": GROUP, "method": method}}} for method in ("ulysses", "allgather")}
 HALF = Candidate("half the length", SIZE.length // 2, {})
@@ -42,15 +39,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, action="append", help="default: both")
     parser.add_argument("--rounds", type=int, default=5, help="starts of each candidate")
     parser.add_argument("--budget", type=int, default=256, help="MiB of an update, for the longest sequence; 0: none")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--from", dest="source", type=Path, help="results of an earlier run; measures nothing")
-    parser.add_argument("--page", type=Path, help="write the tables between the marks of this page")
-    given = parser.parse_args()
-    results = json.loads(given.source.read_text()) if given.source else measure(given)
-    if given.json:
-        given.json.write_text(json.dumps(results, indent=1) + "\n")
-    if given.page:
-        replace(given.page, BEGIN, END, section(results))
+    MEASURED.run(parser, measure)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from benchmarks.peers.page import about, deviation
+from benchmarks.machine import about
+from benchmarks.ratios import deviation, ranged
+from dev.measured import Json, Measured
+from dev.pages.markdown import table
 
 if TYPE_CHECKING:
     from benchmarks.sequence.measuring import Updates
 
-__all__ = ["BEGIN", "END", "NOT_RUN", "line_of", "result_of", "section"]
+__all__ = ["MEASURED", "line_of", "result_of", "section"]
 
-BEGIN, END = "<!-- sequence: written by benchmarks/sequence -->", "<!-- end of sequence -->"
-NOT_RUN = "Not measured yet: `make bench ONLY=sequence` writes this section."
 REFERENCE, HALF = "ulysses", "half the length"
 """What the others are compared with; and the one that trains on other sequences."""
 BOUND = 1e-6
 """Of the relative distance of two losses."""
-
-Json = dict[str, Any]
+_COLUMNS = ("engine", "training", "seconds", "relative to `ulysses`", "MiB of an update")
 
 
 def result_of(engine: str, name: str, rounds: Sequence[dict[str, Updates]]) -> Json:
@@ -44,26 +44,23 @@ def result_of(engine: str, name: str, rounds: Sequence[dict[str, Updates]]) -> J
 
 def section(results: Json) -> str:
     """The section's text."""
-    if not results["cells"]:
-        return NOT_RUN
-    lines = [about(results["machine"]), "", *table(results["cells"])]
-    lines += [f"\n{said(cell)}" for cell in results["cells"] if void(cell)]
-    if results["longest"]:
-        lines += [
-            "",
+    longest = [(each["engine"], each["name"], f"{each['length']:,}") for each in results["longest"]]
+    blocks = [
+        about(results["machine"]),
+        table(_COLUMNS, map(_row, results["cells"])),
+        *(said(cell) for cell in results["cells"] if void(cell)),
+    ]
+    if longest:
+        blocks += [
             f"The longest sequence whose update stays within {results['budget']} MiB beside the engine's state:",
+            table(("engine", "training", "positions"), longest),
         ]
-        lines += ["", "| engine | training | positions |", "|---|---|---|"]
-        lines += [f"| {each['engine']} | {each['name']} | {each['length']:,} |" for each in results["longest"]]
-    return "\n".join(lines)
+    return "\n\n".join(blocks)
 
 
-def table(cells: Sequence[Json]) -> Iterator[str]:
-    yield "| engine | training | seconds | relative to `ulysses` | MiB of an update |"
-    yield "|---|---|---|---|---|"
-    for cell in cells:
-        ratio = "void" if void(cell) else f"{cell['ratio']:.2f} ({cell['low']:.2f} to {cell['high']:.2f})"
-        yield f"| {cell['engine']} | {cell['name']} | {cell['seconds']:.2f} | {ratio} | {cell['peak'] >> 20} |"
+def _row(cell: Json) -> tuple[str, ...]:
+    ratio = "void" if void(cell) else ranged(cell, 2)
+    return cell["engine"], cell["name"], f"{cell['seconds']:.2f}", ratio, str(cell["peak"] >> 20)
 
 
 def void(cell: Json) -> bool:
@@ -80,4 +77,7 @@ def said(cell: Json) -> str:
 
 def line_of(cell: Json) -> str:
     """For the terminal."""
-    return list(table([cell]))[-1] + (f" {said(cell)}" if void(cell) else "")
+    return f"| {' | '.join(_row(cell))} |" + (f" {said(cell)}" if void(cell) else "")
+
+
+MEASURED = Measured("sequence", "benchmarks/sequence/measured.json", {"docs/performance.md": section})

@@ -49,7 +49,7 @@ def main() -> int:
         page = DOCS / "reliability.md"
         seconds = {run: ending.seconds for run, ending in found.items()}
         page.write_text(timed(page.read_text(encoding="utf-8"), seconds), encoding="utf-8")
-        integrity.write()
+        integrity.MEASURED.keep(integrity.MEASURED.kept())
     return int(bool(wrong))
 
 

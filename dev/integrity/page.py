@@ -1,47 +1,30 @@
 """The tables of docs/integrity.md on kills, damaged files and lost updates, from what the programs have recorded.
 
 `make integrity` runs the programs, each of which records its part; `python -m dev.integrity.page` writes the page
-anew from dev/integrity/measured.json and measures nothing.
+anew from what is kept and measures nothing.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
 from dev.integrity.figures import PARTS, PHASES, Json, causes
-from dev.pages.marked import replace
-from dev.pages.rows import DOCS, rows
-
-BEGIN, END = "<!-- integrity: written by dev/integrity -->", "<!-- end of integrity -->"
-RECORD, PAGE = Path(__file__).with_name("measured.json"), DOCS / "integrity.md"
+from dev.measured import Measured
+from dev.pages.markdown import table
+from dev.pages.rows import rows
 
 
 def record(part: str, figures: Json) -> None:
     """Keep the figures of one program, and write the page."""
-    kept = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    kept[part] = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), **figures}
-    RECORD.write_text(json.dumps(kept, indent=1) + "\n")
-    write()
+    MEASURED.keep(MEASURED.kept() | {part: {"date": datetime.now(UTC).strftime("%Y-%m-%d"), **figures}})
 
 
-def write() -> None:
-    """Write the tables."""
-    replace(PAGE, BEGIN, END, section(json.loads(RECORD.read_text()), rows("reliability.md")))
-
-
-def section(kept: Json, page: Iterable[tuple[str, Sequence[str]]]) -> str:
-    """The generated part of the page."""
-    lines: list[str] = []
-    if "saves" in kept:
-        lines += _saves(kept["saves"])
-    if "runs" in kept:
-        lines += ["", *_runs(kept["runs"])]
-    if "files" in kept:
-        lines += ["", *_files(kept["files"])]
-    return "\n".join([*lines, "", *_causes(causes(page))]).strip("\n")
+def section(kept: Json, faults: Iterable[tuple[str, Sequence[str]]] | None = None) -> str:
+    """The generated part of the page, by default with the seconds of docs/reliability.md."""
+    parts = {"saves": _saves, "runs": _runs, "files": _files}
+    blocks = [block for name, said in parts.items() if name in kept for block in said(kept[name])]
+    return "\n\n".join([*blocks, *_causes(causes(rows("reliability.md") if faults is None else faults))])
 
 
 def _saves(found: Json) -> Iterator[str]:
@@ -52,14 +35,15 @@ def _saves(found: Json) -> Iterator[str]:
         f"the new checkpoint, complete. All ranks had ended {found['slowest']:.1f} s after the start of the save at the "
         f"latest. In {found['full']} more saves the disk ran full; {found['full wrong']} ended otherwise."
     )
-    yield ""
-    yield "| killed at | saves | the former is the newest | the new one is | neither, or damaged |"
-    yield "|---|---|---|---|---|"
-    for name, said in PARTS.items():
-        if (each := parts.get(name)) is None:
-            continue
-        former = each["points"] - each["new"] - each["wrong"]
-        yield f"| {said} | {each['points']} | {former} | {each['new']} | {each['wrong']} |"
+    yield table(
+        ("killed at", "saves", "the former is the newest", "the new one is", "neither, or damaged"),
+        (_saved(said, parts[name]) for name, said in PARTS.items() if name in parts),
+    )
+
+
+def _saved(said: str, part: Json) -> tuple[str, ...]:
+    former = part["points"] - part["new"] - part["wrong"]
+    return said, *map(str, (part["points"], former, part["new"], part["wrong"]))
 
 
 def _runs(found: Json) -> Iterator[str]:
@@ -69,39 +53,44 @@ def _runs(found: Json) -> Iterator[str]:
         f"save after every second update, some lives in the background; {wrong} after which a checkpoint that was "
         "complete was gone, a rank lived on, or another line than the cause came first."
     )
-    yield ""
-    yield "| killed in | kills | wrong | updates lost, at most | seconds to the cause | seconds to the next update |"
-    yield "|---|---|---|---|---|---|"
-    for name, said in PHASES.items():
-        if (each := found["phases"].get(name)) is None:
-            continue
-        cells = [said, *(str(each[key]) for key in ("kills", "wrong", "lost"))]
-        yield f"| {' | '.join([*cells, _seconds(each['cause']), _seconds(each['again'])])} |"
+    yield table(
+        ("killed in", "kills", "wrong", "updates lost, at most", "seconds to the cause", "seconds to the next update"),
+        (_killed(said, found["phases"][name]) for name, said in PHASES.items() if name in found["phases"]),
+    )
+
+
+def _killed(said: str, phase: Json) -> tuple[str, ...]:
+    counted = (str(phase[key]) for key in ("kills", "wrong", "lost"))
+    return said, *counted, _seconds(phase["cause"]), _seconds(phase["again"])
 
 
 def _files(found: Json) -> Iterator[str]:
     yield f"**Damaged files** ({found['date']}): each file of a checkpoint of 2 ranks."
-    yield ""
-    yield "| engine | damage | files | times | not found | seconds until `load` refuses |"
-    yield "|---|---|---|---|---|---|"
-    for each in found["tries"].values():
-        harm = {"truncate": "cut to a part of its length", "flip": "one bit flipped"}[each["harm"]]
-        counted = " | ".join(str(each[name]) for name in ("files", "tries", "missed"))
-        yield f"| {each['engine']} | {harm} | {counted} | {_seconds(each['seconds'], 3)} |"
+    yield table(
+        ("engine", "damage", "files", "times", "not found", "seconds until `load` refuses"),
+        map(_damaged, found["tries"].values()),
+    )
+
+
+def _damaged(tries: Json) -> tuple[str, ...]:
+    harm = {"truncate": "cut to a part of its length", "flip": "one bit flipped"}[tries["harm"]]
+    counted = (str(tries[name]) for name in ("files", "tries", "missed"))
+    return tries["engine"], harm, *counted, _seconds(tries["seconds"], 3)
 
 
 def _causes(found: Json) -> Iterator[str]:
     yield "**Seconds to the cause**: of the faults of [reliability.md](reliability.md), by `make faults`."
-    yield ""
-    yield "| fault | runs | fastest | median | longest |"
-    yield "|---|---|---|---|---|"
-    for kind, each in found.items():
-        yield f"| {kind} | {each['runs']} | {' | '.join(f'{seconds:.1f}' for seconds in each['seconds'])} |"
+    yield table(
+        ("fault", "runs", "fastest", "median", "longest"),
+        ((kind, str(each["runs"]), *(f"{seconds:.1f}" for seconds in each["seconds"])) for kind, each in found.items()),
+    )
 
 
 def _seconds(values: Sequence[float], digits: int = 1) -> str:
     return "" if not values else f"{values[0]:.{digits}f}, at most {values[1]:.{digits}f}"
 
 
+MEASURED = Measured("integrity", "dev/integrity/measured.json", {"docs/integrity.md": section})
+
 if __name__ == "__main__":
-    write()
+    MEASURED.keep(MEASURED.kept())

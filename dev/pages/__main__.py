@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dev.pages.catalog import left_over, pages, sections
-from unishard.errors import UnishardError
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -19,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     try:
         stale = dict(_stale(asked.root))
-    except UnishardError as error:
+    except ValueError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     gone = left_over(asked.root)

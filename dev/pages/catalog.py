@@ -7,7 +7,8 @@ from pathlib import Path
 from dev.pages.formats import FOLDER, format_pages
 from dev.pages.manifest import manifest
 from dev.pages.mapping import mapping
-from dev.pages.private_names import private_names, replaced
+from dev.pages.marked import replaced
+from dev.pages.private_names import private_names
 from dev.pages.schema import schema
 from unishard.contract import registry
 from unishard.contract.backend import Backend
@@ -27,11 +28,11 @@ def sections(root: Path) -> dict[str, str]:
     """The text of each page of which a part is generated; missing pages are skipped.
 
     Raises:
-        UnishardError: A page lacks the markers of the generated part.
+        ValueError: A page lacks the markers of the generated part.
     """
     name = "docs/engines.md"
     path = root / name
-    return {name: replaced(path.read_text(encoding="utf-8"), private_names(_own()), name)} if path.is_file() else {}
+    return {name: replaced(path, "private names", f"\n{private_names(_own())}\n")} if path.is_file() else {}
 
 
 def left_over(root: Path) -> list[str]:

@@ -18,8 +18,8 @@ if not all(map(find_spec, ("accelerate", "lightning", "transformers"))):
 
 from benchmarks.frameworks.cases import CASES
 from benchmarks.frameworks.turns import take_turns
-from benchmarks.peers.page import deviation
 from benchmarks.peers.turns import Turns
+from benchmarks.ratios import deviation
 
 pytestmark = pytest.mark.ranks
 

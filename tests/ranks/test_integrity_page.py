@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 from dev.integrity.damaging import Outcome
 from dev.integrity.figures import causes, cut_off, damaged_files, killed
-from dev.integrity.page import BEGIN, END, PAGE, RECORD, section
-from dev.pages.rows import rows
+from dev.integrity.page import MEASURED, section
 
-KEPT = json.loads(RECORD.read_text())
+KEPT = MEASURED.kept()
 """What the last runs have recorded."""
 TODAY = {"date": "2026-01-01"}
-
-
-def test_the_page_is_that_of_the_last_record():
-    written = section(KEPT, rows("reliability.md"))
-    assert f"{BEGIN}\n{written}\n{END}" in PAGE.read_text(encoding="utf-8")
 
 
 def test_nothing_was_lost_and_no_damage_missed():

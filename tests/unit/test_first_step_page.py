@@ -1,21 +1,12 @@
 """Seconds to the first step: phases by the loop's calls of its cell, ratios of one round, the page from the results."""
 
-import json
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # `benchmarks` is no part of the wheel
-
-from benchmarks.first_step import page  # noqa: E402
-from benchmarks.first_step.phases import PHASES, phases_of  # noqa: E402
-from benchmarks.peers.page import machine  # noqa: E402
-
-MEASURED = ROOT / "benchmarks" / "first_step" / "measured.json"
-PAGE = ROOT / "docs" / "performance.md"
+from benchmarks.first_step import page
+from benchmarks.first_step.phases import PHASES, phases_of
+from benchmarks.machine import machine
 
 
 class Clock:
@@ -82,8 +73,3 @@ def test_the_compiler_is_what_the_first_step_takes_more():
         "compiled": [page.compiled_result(2, "fsdp", starts)],
     }
     assert "| 2 | fsdp | 1.00 | 21.00 | 20.00 | 3.00 | 2.00 | 0.50 |" in page.section(results)
-
-
-def test_the_section_of_the_guide_is_that_of_the_last_results():
-    found = json.loads(MEASURED.read_text())
-    assert f"{page.BEGIN}\n{page.section(found)}\n{page.END}" in PAGE.read_text(encoding="utf-8")

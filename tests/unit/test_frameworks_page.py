@@ -1,24 +1,16 @@
 """The comparison with frameworks' own runs: the page made from the results."""
 
-import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # `benchmarks` is no part of the wheel
 pytest.importorskip("accelerate")
 
-from benchmarks.calls import Calls, Counter  # noqa: E402
-from benchmarks.frameworks import page  # noqa: E402
-from benchmarks.frameworks.cases import CASES  # noqa: E402
-from benchmarks.frameworks.turns import Side  # noqa: E402
-from benchmarks.peers.page import machine  # noqa: E402
-
-MEASURED = ROOT / "benchmarks" / "frameworks" / "measured.json"
-PAGE = ROOT / "docs" / "performance.md"
+from benchmarks.calls import Calls, Counter
+from benchmarks.frameworks import page
+from benchmarks.frameworks.cases import CASES
+from benchmarks.frameworks.turns import Side
+from benchmarks.machine import machine
 
 
 def side(seconds, calls, losses=(2.0, 1.0)):
@@ -46,10 +38,3 @@ def test_a_run_that_trains_something_else_has_no_ratio(loss):
     assert "**Void**: Accelerate on fsdp with `no_shard` does not train as its own run" in written
     assert "0.500" not in written
     assert "**Void**" in page.line_of(found)
-
-
-def test_the_section_of_the_guide_is_that_of_the_last_results():
-    found = json.loads(MEASURED.read_text()) if MEASURED.exists() else {"cells": []}
-    assert f"{page.BEGIN}\n{page.section(found)}\n{page.END}" in PAGE.read_text(encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{page.BEGIN}\n{page.sentence(found)}\n{page.END}" in readme

@@ -12,13 +12,13 @@ import pytest
 import torch
 from forking import completed
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # `benchmarks` is no part of the wheel
+from benchmarks.gpu import __main__ as runner
+from benchmarks.gpu import llamas, packages, page, piece
+from benchmarks.gpu.pieces import BUDGET, PIECES, Piece
+from benchmarks.gpu.report import Check, Report, verdict_of
+from dev.pages import marked
 
-from benchmarks.gpu import __main__ as runner  # noqa: E402
-from benchmarks.gpu import llamas, packages, page, piece  # noqa: E402
-from benchmarks.gpu.pieces import BUDGET, PIECES, Piece  # noqa: E402
-from benchmarks.gpu.report import Check, Report, verdict_of  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def answer(folder, name, device="cpu"):
@@ -258,15 +258,14 @@ def test_no_page_takes_a_figure_of_a_simulated_device(tmp_path):
     report = measured("cuda") | {"hardware": "NVIDIA H100 80GB HBM3 (simulated)"}
     (tmp_path / "throughput_1b-cuda.json").write_text(json.dumps(report))
     target = tmp_path / "gpu.md"
-    target.write_text(f"{page.BEGIN}\n{page.NOT_RUN}\n{page.END}\n")
+    target.write_text(f"<!-- figures: x -->\n{page.NOT_RUN}\n<!-- end of figures -->\n")
     with pytest.raises(ValueError, match=r"gpu.md takes no figure of a simulated device"):
         page.write(tmp_path, target)
     assert page.NOT_RUN in target.read_text()
 
 
 def test_the_page_has_the_place_for_the_figures():
-    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    assert text.count(page.BEGIN) == text.count(page.END) == 1
+    assert "| piece | verdict |" in marked.part(ROOT / "docs" / "gpu.md", "figures")
 
 
 # -- a run -----------------------------------------------------------------------------------------

@@ -1,20 +1,11 @@
 """The comparison of long sequences: the page made from the results."""
 
-import json
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # `benchmarks` is no part of the wheel
-
-from benchmarks.peers.page import machine  # noqa: E402
-from benchmarks.sequence import page  # noqa: E402
-
-MEASURED = ROOT / "benchmarks" / "sequence" / "measured.json"
-PAGE = ROOT / "docs" / "performance.md"
+from benchmarks.machine import machine
+from benchmarks.sequence import page
 
 
 class Updates(NamedTuple):
@@ -44,8 +35,3 @@ def test_a_candidate_that_trains_something_else_has_no_ratio(name, void):
     other = {**ROUND, name: Updates([3.0, 3.0], [3.0, 2.1])}
     assert ("| void |" in (text := written(name, [other]))) is void
     assert (f"**Void**: {name} on fsdp does not train as `ulysses`: losses are 5.0e-02 apart." in text) is void
-
-
-def test_the_section_of_the_guide_is_that_of_the_last_results():
-    found = json.loads(MEASURED.read_text()) if MEASURED.exists() else {"cells": []}
-    assert f"{page.BEGIN}\n{page.section(found)}\n{page.END}" in PAGE.read_text(encoding="utf-8")
