@@ -18,8 +18,7 @@ OUTSIDE = {
     "MAPPING.md": "mapping.md",
     "CHANGELOG.md": "changelog.md",
 }
-"""Pages by their path in the checkout, and their names in the site, which begins with what
-unishard is."""
+"""Pages by their path in the checkout, and their names in the site."""
 
 _CODE = re.compile(r"`[^`\n]+`")
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)")
