@@ -15,10 +15,10 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_REGISTRY
 from unishard.contract import registry
 from unishard.contract.entries import Unreadable
 from unishard.formats import translating
-from unishard.formats.lightning import ddp, deepspeed_json, fsdp, model_parallel
+from unishard.formats.lightning import ddp, deepspeed, fsdp, model_parallel
 from unishard.formats.lightning.built import built
 from unishard.formats.lightning.keys import REMOVED, TRAINER
-from unishard.formats.lightning.strategies import NAMES, strategy_of
+from unishard.formats.lightning.strategies import NAMES, run_by
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -43,8 +43,8 @@ def test_no_argument_that_is_said_to_be_removed_is_there() -> None:
 @pytest.mark.parametrize("strategy", [pytorch.DeepSpeedStrategy, fabric.DeepSpeedStrategy])
 def test_the_arguments_and_defaults_of_deepspeed_strategy_are_those_of_the_table(strategy: Any) -> None:
     given = parameters(strategy.__init__)
-    known = {**deepspeed_json.ARGUMENTS, **deepspeed_json.SCALING}
-    assert set(given) == {*known, *deepspeed_json.OWN, "config"} & set(given)
+    known = {**deepspeed.ARGUMENTS, **deepspeed.SCALING}
+    assert set(given) == {*known, *deepspeed.OWN, "config"} & set(given)
     batch = "logging_batch_size_per_gpu"
     assert {name: given[name] for name in known if name != batch} == {
         name: value for name, value in known.items() if name != batch
@@ -81,7 +81,7 @@ def test_every_registered_name_is_known_or_refused_with_what_instead() -> None:
         if name in NAMES:
             continue
         with pytest.raises(Unreadable, match="must be a strategy that is supported"):
-            strategy_of(built(name), name, fabric=False)
+            run_by(built(name), name)
 
 
 @pytest.mark.parametrize(

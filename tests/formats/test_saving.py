@@ -30,14 +30,6 @@ def item(outcome: Outcome, key: str) -> Item:
     return found
 
 
-def model_checkpoint(**arguments: Any) -> dict[str, Any]:
-    return {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": arguments}
-
-
-def lightning(*callbacks: Any, **trainer: Any) -> dict[str, Any]:
-    return {"trainer": {"strategy": "ddp", **({"callbacks": list(callbacks)} if callbacks else {}), **trainer}}
-
-
 @pytest.mark.parametrize(
     ("document", "expected"),
     [
@@ -76,13 +68,6 @@ ASKED = (
         (HF | {"output_dir": "a", "save_strategy": "epoch"}, "hf", "save_strategy", "after epochs"),
         (HF | {"output_dir": "a", "save_strategy": "best"}, "hf", "save_strategy", "best evaluation so far"),
         (HF | {"output_dir": "a", "save_steps": 0.1}, "hf", "save_steps", "fraction of all steps"),
-        (lightning(model_checkpoint(dirpath="a")), "lightning", "trainer.callbacks.0", "after epochs"),
-        (
-            lightning(model_checkpoint(dirpath="a", every_n_train_steps=5, monitor="loss")),
-            "lightning",
-            "trainer.callbacks.0.init_args.monitor",
-            "your loop evaluates; call engine.save(metric=...) there",
-        ),
     ],
 )
 def test_what_only_the_data_or_an_evaluation_knows_is_left_to_the_script(

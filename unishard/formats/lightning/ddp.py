@@ -9,7 +9,7 @@ from unishard.contract.entries import DocumentValues, Entry, Key, KeyEffect
 from unishard.contract.key_rows import broadcast_buffers, number
 from unishard.contract.rules import Fit
 from unishard.formats.lightning.rows import TIMEOUT, left, off, optional
-from unishard.formats.lightning.strategy_arguments import StrategyArguments
+from unishard.formats.lightning.strategy import Strategy
 from unishard.formats.names import each, ignored
 
 _BYTES = 4
@@ -31,7 +31,7 @@ ARGUMENTS: Mapping[str, Key] = {
 """The arguments of `DDPStrategy`, and those that it hands on to DistributedDataParallel."""
 
 
-def entries_of(settings: StrategyArguments) -> Iterator[Entry]:
+def entries_of(strategy: Strategy) -> Iterator[Entry]:
     """What the strategy and its arguments say."""
-    yield settings.named._replace(effect=KeyEffect(fields={"sharding.strategy": "no_shard", "backend": "fsdp"}))
-    yield from settings.table(ARGUMENTS, settings.arguments)
+    yield strategy.says({"sharding.strategy": "no_shard", "backend": "fsdp"})
+    yield from strategy.table(ARGUMENTS)

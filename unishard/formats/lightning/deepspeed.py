@@ -1,157 +1,210 @@
-"""The arguments of Lightning's `DeepSpeedStrategy` (2.6.6), or the DeepSpeed config that it is given: they go through
-DeepSpeed's backend, and come back to where they stand.
+"""The arguments of Lightning's `DeepSpeedStrategy` (2.6.6) under DeepSpeed's names for them, or the DeepSpeed config
+that it is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from unishard.contract.entries import Entry, KeyEffect, Unreadable, left_out
+from unishard.contract.entries import Entry, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
-from unishard.formats.engine_block import EngineBlock, SourceKey, combined
-from unishard.formats.lightning.deepspeed_json import ARGUMENTS, OWN, SCALING, leaves_of
-from unishard.formats.lightning.precision import precision_section, word_of
-from unishard.formats.lightning.rows import off
-from unishard.formats.lightning.strategy_arguments import StrategyArguments
+from unishard.formats.engine_block import EngineBlock, SourceKey
+from unishard.formats.lightning.precision import dtype_of, word_of
+from unishard.formats.lightning.rows import TIMEOUT, left, off
+from unishard.formats.lightning.strategy import Strategy
+from unishard.formats.names import ignored, names
 from unishard.formats.source import open_source
 
+ARGUMENTS: Mapping[str, Any] = {
+    "zero_optimization": True,
+    "stage": 2,
+    "offload_optimizer": False,
+    "offload_parameters": False,
+    "offload_params_device": "cpu",
+    "nvme_path": "/local_nvme",
+    "params_buffer_count": 5,
+    "params_buffer_size": 100_000_000,
+    "max_in_cpu": 1_000_000_000,
+    "offload_optimizer_device": "cpu",
+    "optimizer_buffer_count": 4,
+    "block_size": 1048576,
+    "queue_depth": 8,
+    "single_submit": False,
+    "overlap_events": True,
+    "thread_count": 1,
+    "pin_memory": False,
+    "sub_group_size": 1_000_000_000_000,
+    "contiguous_gradients": True,
+    "overlap_comm": True,
+    "allgather_partitions": True,
+    "reduce_scatter": True,
+    "allgather_bucket_size": 200_000_000,
+    "reduce_bucket_size": 200_000_000,
+    "zero_allow_untested_optimizer": True,
+    "logging_batch_size_per_gpu": "auto",
+    "partition_activations": False,
+    "cpu_checkpointing": False,
+    "contiguous_memory_optimization": False,
+    "synchronize_checkpoint_boundary": False,
+}
+"""The arguments that DeepSpeed's JSON is made of (`_create_default_config`), and their defaults, several of which are
+not DeepSpeed's own."""
+SCALING: Mapping[str, Any] = {
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+"""The arguments that become the `fp16` block under a 16-bit precision, and their defaults."""
+OWN: Mapping[str, Key] = {**ignored("lightning/ignored_deepspeed.txt", left), "timeout": TIMEOUT}
+"""The arguments that concern only Lightning."""
+_KNOWN = {*ARGUMENTS, *SCALING, "config"}
+
+_ZERO = names("stage overlap_comm allgather_bucket_size reduce_bucket_size sub_group_size")
+_SAME = {
+    "zero_optimization": names("contiguous_gradients allgather_partitions reduce_scatter"),
+    "aio": names("block_size queue_depth single_submit overlap_events thread_count"),
+    "activation_checkpointing": names(
+        "partition_activations cpu_checkpointing contiguous_memory_optimization synchronize_checkpoint_boundary"
+    ),
+}
+"""Arguments by block that are DeepSpeed's own defaults as well, and count where they are written."""
+_OFFLOADED: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
+    "offload_optimizer": ("offload_optimizer", "offload_optimizer_device", {"buffer_count": "optimizer_buffer_count"}),
+    "offload_parameters": (
+        "offload_param",
+        "offload_params_device",
+        {"buffer_count": "params_buffer_count", "buffer_size": "params_buffer_size", "max_in_cpu": "max_in_cpu"},
+    ),
+}
+"""The block by the switch of what is offloaded, the argument that says where, and those of files by their keys."""
+
+
+def _names(written: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each key of the JSON with the arguments that decide it, of which the last has its value."""
+    values = {**ARGUMENTS, **written}
+    blocks = {"activation_checkpointing"}
+    if not _true(values["zero_optimization"]):
+        yield "zero_optimization.stage", ("zero_optimization",)
+    else:
+        blocks.add("zero_optimization")
+        yield from ((f"zero_optimization.{name}", (name,)) for name in _ZERO)
+        yield "zero_allow_untested_optimizer", ("zero_allow_untested_optimizer",)
+        for switch, (section, device, sizes) in _OFFLOADED.items():
+            if _true(values[switch]):
+                block = f"zero_optimization.{section}"
+                yield f"{block}.device", (switch, device)
+                yield f"{block}.pin_memory", ("pin_memory",)
+                files = {"nvme_path": "nvme_path", **sizes} if values[device] == "nvme" else {}
+                yield from ((f"{block}.{key}", (name,)) for key, name in files.items())
+                blocks |= {"aio"} if files else set()
+    for block in _SAME:
+        yield from ((f"{block}.{name}", (name,)) for name in _SAME[block] if name in written and block in blocks)
+    if values["logging_batch_size_per_gpu"] != "auto":
+        yield "train_micro_batch_size_per_gpu", ("logging_batch_size_per_gpu",)
+
+
+def _true(value: Any) -> bool:
+    return str(value).strip().lower() in ("true", "1", "yes", "on")
+
+
+def entries_of(strategy: Strategy, precision: Entry, folder: Path | None) -> Iterator[Entry]:
+    """What the strategy and its arguments say.
+
+    Args:
+        strategy: The strategy.
+        precision: The Trainer's, which Lightning writes into the JSON.
+        folder: The folder of the file.
+    """
+    config = strategy.arguments.get("config")
+    # The Trainer writes 0.0 where nothing is to be clipped; Fabric leaves DeepSpeed's default of 1.0.
+    defaults: dict[str, Any] = {} if strategy.fabric else {"gradient_clipping": 0.0}
+    if config is None:
+        block = EngineBlock("deepspeed", strategy.base)
+        used = _add_arguments(strategy, block, defaults)
+    else:
+        try:
+            native = config if isinstance(config, Mapping) else open_source((folder or Path()) / _path(config)).data
+        except (ConfigError, Unreadable) as error:
+            note = f"cannot be read: {error}; put the file beside this one, or write its keys here"
+            yield strategy.says({"backend": "deepspeed"})
+            yield strategy.of("config", KeyEffect(Fit.UNSUPPORTED, " ".join(note.split())))
+            yield precision._replace(effect=left_out(_REPLACED))
+            yield from _rest(strategy, {"config"}, _REPLACED)
+            return
+        block, used = EngineBlock("deepspeed", strategy.place("config"), native=dict(native)), {"config"}
+    scaled, alone = _add_precision(strategy, block, precision)
+    yield from (_in_trainer(entry, inside=config is not None) for entry in strategy.entries(block, defaults))
+    yield from alone
+    yield from _rest(strategy, used | scaled, _IDLE if config is None else _REPLACED)
+
+
 _REPLACED = "not used: config replaces every DeepSpeed argument"
+_IDLE = "has no effect with the other arguments"
 
 
-def entries_of(settings: StrategyArguments) -> Iterator[Entry]:
-    """What the strategy and its arguments say."""
-    if settings.arguments.get("config") is not None:
-        yield from _configured(settings)
-        return
-    written = {**settings.strategy.stands_for, **settings.arguments}
-    leaves = list(leaves_of({name: value for name, value in written.items() if name in ARGUMENTS}))
-    block = EngineBlock("deepspeed", settings.base)
-    for leaf in leaves:
-        if not leaf.assumed:
-            block.add(leaf.key, leaf.value, *settings.source_keys(block, *leaf.arguments))
-    scaling = _add_precision(settings, block)
-    defaults = {**{leaf.key: leaf.value for leaf in leaves if leaf.assumed}, **_unclipped(settings)}
-    parsed = block.parsed(defaults=defaults, topology=settings.topology)
-    yield from settings.with_name(block, block.placed(_without_precision(settings, parsed)))
-    yield from _precision_entry(settings, parsed)
-    used = {name for leaf in leaves for name in leaf.arguments} | scaling
-    yield from _unused(settings, used, "has no effect with the other arguments")
-
-
-def _configured(settings: StrategyArguments) -> Iterator[Entry]:
-    """A DeepSpeed config inside, or in a file of its own."""
-    place = settings.place("config")
-    try:
-        config = _config(settings.arguments["config"], settings.folder)
-    except (ConfigError, Unreadable) as error:
-        note = f"cannot be read: {error}; put the file beside this one, or write its keys here"
-        yield settings.named._replace(effect=KeyEffect(fields={"backend": "deepspeed"}))
-        yield settings.of("config", KeyEffect(Fit.UNSUPPORTED, " ".join(note.split())))
-        yield from _precision_entry(settings, ())
-        yield from _unused(settings, {"config"}, _REPLACED)
-        return
-    settings = settings._replace(arguments={**settings.arguments, "config": config})
-    block = EngineBlock("deepspeed", place, native=dict(config))
-    scaling = _add_precision(settings, block)
-    parsed = block.parsed(defaults=_unclipped(settings), topology=settings.topology)
-    yield from settings.with_name(block, block.placed(map(_in_trainer, _without_precision(settings, parsed))))
-    yield from _precision_entry(settings, parsed)
-    yield from _unused(settings, {"config", *scaling}, _REPLACED)
-
-
-def _config(value: Any, folder: Path | None) -> Mapping[str, Any]:
-    if isinstance(value, Mapping):
-        return value
+def _path(value: Any) -> str:
     if not isinstance(value, str):
         raise Unreadable("must be a DeepSpeed config or the path of one")
-    return open_source((folder or Path()) / value).data
+    return value
 
 
+def _add_arguments(strategy: Strategy, block: EngineBlock, defaults: dict[str, Any]) -> set[str]:
+    """Add what is written to the JSON, and the rest to the defaults; the arguments that are used."""
+    written = {**strategy.stands_for, **strategy.arguments}
+    used: set[str] = set()
+    for key, arguments in _names(written):
+        value = 0 if arguments == ("zero_optimization",) else {**ARGUMENTS, **written}[arguments[-1]]
+        used.update(arguments)
+        if written.keys().isdisjoint(arguments):
+            defaults[key] = value
+        else:
+            block.add(key, value, *strategy.source_keys(*arguments))
+    return used
+
+
+def _rest(strategy: Strategy, used: Collection[str], why: str) -> Iterator[Entry]:
+    for name, value in strategy.arguments.items():
+        if name in _KNOWN and name not in used:
+            yield strategy.of(name, left_out("is off" if off(value) else why))
+    yield from strategy.table(OWN, _KNOWN)
+
+
+def _add_precision(strategy: Strategy, block: EngineBlock, precision: Entry) -> tuple[set[str], list[Entry]]:
+    """Add the section that Lightning writes for the precision where the JSON has none (fabric/strategies/deepspeed.py,
+    `_format_precision_config`); the arguments that are used, and the precision's entry where nothing is added.
+    """
+    try:
+        word = word_of(precision.value)
+    except Unreadable as error:
+        return set(), [precision._replace(effect=KeyEffect(Fit.UNSUPPORTED, str(error)))]
+    section = dtype_of(word)
+    if section == "fp32":
+        plain = block.native.keys().isdisjoint(("fp16", "bf16", "bfloat16", "torch_autocast"))
+        return set(), [precision._replace(effect=KeyEffect(fields={"precision.compute": "fp32"} if plain else {}))]
+    if section in block.native:
+        return set(), [precision._replace(effect=KeyEffect(Fit.IGNORED, _IN_CONFIG))]
+    key = SourceKey(precision.path, precision.value, precision.assumed)
+    if word.endswith("true"):
+        key = key._replace(fit=Fit.EQUIVALENT, note=_ROUNDED.format(word))
+    block.add(f"{section}.enabled", True, key)
+    used = SCALING.keys() if section == "fp16" else set()
+    for name in used:
+        there = strategy.source_keys(name) if name in strategy.arguments else [key]
+        block.add(f"fp16.{name}", strategy.arguments.get(name, SCALING[name]), *there)
+    return set(used), []
+
+
+_IN_CONFIG = "the block in the DeepSpeed config decides; Lightning only casts the inputs"
+_ROUNDED = "{} also rounds the initial weights; DeepSpeed still keeps fp32 master weights"
 _ACCUMULATION = "Lightning 2.6.6 refuses this key in the DeepSpeed config; write accumulate_grad_batches"
 
 
-def _in_trainer(entry: Entry) -> Entry:
+def _in_trainer(entry: Entry, *, inside: bool) -> Entry:
     """A key that Lightning wants as an argument of the Trainer."""
-    if entry.key != "gradient_accumulation_steps" or entry.assumed or entry.effect.fit is not Fit.EXACT:
-        return entry
-    return entry.but(Fit.EQUIVALENT, _ACCUMULATION)
-
-
-def _unclipped(settings: StrategyArguments) -> Mapping[str, Any]:
-    """The Trainer writes gradient_clip_val or 0.0 where a config has no gradient_clipping; Fabric leaves DeepSpeed's
-    default of 1.0.
-    """
-    return {} if settings.strategy.fabric else {"gradient_clipping": 0.0}
-
-
-def _add_precision(settings: StrategyArguments, block: EngineBlock) -> set[str]:
-    """Adds the sections that Lightning writes for the precision; the arguments that decide keys of them."""
-    scaling = {name: settings.arguments.get(name, value) for name, value in SCALING.items()}
-    try:
-        sections = precision_section(word_of(settings.precision.value if settings.precision else None), scaling)
-    except Unreadable:
-        return set()  # refused at its own place
-    sections = {name: value for name, value in sections.items() if name not in block.native}
-    for section, keys in sections.items():
-        for name, value in keys.items():
-            block.add(f"{section}.{name}", value, *(settings.source_keys(block, name) if name in scaling else ()))
-    return set(scaling) if "fp16" in sections else set()
-
-
-def _without_precision(settings: StrategyArguments, parsed: Iterable[Entry]) -> list[Entry]:
-    return [entry for entry in parsed if not _is_precision(settings, entry)]
-
-
-def _is_precision(settings: StrategyArguments, entry: Entry) -> bool:
-    """Whether an entry comes from the Trainer's precision: a block's switch, and what none of the arguments says beside
-    it.
-    """
-    own = settings.arguments.get("config")
-    inside = isinstance(own, Mapping) and entry.path[0] in own
-    if entry.path[0] not in ("fp16", "bf16") or inside or entry.assumed:
-        return False
-    return entry.path[-1] not in SCALING or entry.path[-1] not in settings.arguments
-
-
-def _precision_entry(settings: StrategyArguments, parsed: Iterable[Entry]) -> Iterator[Entry]:
-    if settings.precision is None:
-        return
-    ours = [entry.effect for entry in parsed if _is_precision(settings, entry)]
-    try:
-        precision = word_of(settings.precision.value)
-    except Unreadable as error:
-        yield settings.precision._replace(effect=KeyEffect(Fit.UNSUPPORTED, str(error)))
-        return
-    if not ours and precision != "32-true":
-        note = "the block in the DeepSpeed config decides; Lightning only casts the inputs"
-        yield settings.precision._replace(effect=KeyEffect(Fit.IGNORED, note))
-        return
-    if not ours:
-        config = settings.arguments.get("config")
-        plain = not (
-            isinstance(config, Mapping) and any(key in config for key in ("fp16", "bf16", "bfloat16", "torch_autocast"))
-        )
-        yield settings.precision._replace(effect=KeyEffect(fields={"precision.compute": "fp32"} if plain else {}))
-        return
-    if precision.endswith("true"):
-        ours.append(
-            KeyEffect(
-                Fit.EQUIVALENT,
-                f"{precision} also rounds the initial weights; DeepSpeed still keeps fp32 master weights",
-            )
-        )
-    source_key = SourceKey(settings.precision.path, settings.precision.value, settings.precision.assumed)
-    yield combined(source_key, ours)
-
-
-def _unused(settings: StrategyArguments, used: set[str], why: str) -> Iterator[Entry]:
-    known = {*ARGUMENTS, *SCALING, "config"}
-    for name in settings.arguments:
-        if name in known and name not in used:
-            note = "is off" if off(settings.arguments[name]) else why
-            yield settings.of(name, left_out(note))
-    rest = [name for name in settings.arguments if name not in known]
-    yield from settings.table(OWN, rest, known)
+    moved = inside and entry.path[-1] == "gradient_accumulation_steps" and entry.effect.fit is Fit.EXACT
+    return entry.but(Fit.EQUIVALENT, _ACCUMULATION) if moved and not entry.assumed else entry

@@ -14,7 +14,7 @@ from unishard.contract.rules import Fit
 from unishard.formats.engine_block import EngineBlock
 from unishard.formats.lightning.built import built, short
 from unishard.formats.lightning.rows import TIMEOUT, UNSET, left, off
-from unishard.formats.lightning.strategy_arguments import StrategyArguments
+from unishard.formats.lightning.strategy import Strategy
 from unishard.formats.names import ignored
 
 ToNative = Callable[[Any], Native]
@@ -139,22 +139,28 @@ OWN: Mapping[str, Key] = {
 """The arguments that concern only Lightning, with those that no file can say."""
 
 
-def entries_of(settings: StrategyArguments) -> Iterator[Entry]:
+def entries_of(strategy: Strategy) -> Iterator[Entry]:
     """What the strategy and its arguments say."""
-    arguments = {**settings.strategy.stands_for, **settings.arguments}
-    block = EngineBlock("fsdp", settings.base)
+    arguments = {**strategy.stands_for, **strategy.arguments}
+    block = EngineBlock("fsdp", strategy.base)
     for name in [name for name in arguments if name in ARGUMENTS]:
         try:
             fragment = ARGUMENTS[name](arguments[name])
         except Unreadable as error:
-            yield settings.of(name, KeyEffect(Fit.UNSUPPORTED, str(error)))
+            yield strategy.of(name, KeyEffect(Fit.UNSUPPORTED, str(error)))
             continue
         if not fragment:
-            yield settings.of(name, UNSET)
+            yield strategy.of(name, UNSET)
         for key, value in fragment.items():
-            block.add(key, value, *settings.source_keys(block, name))
-    block.source_keys["version"] = (settings.name_key(block),)
-    defaults = _defaults(fabric=settings.strategy.fabric)
-    yield from settings.with_name(block, block.entries(defaults=defaults, topology=settings.topology))
-    rest = [name for name in settings.arguments if name not in ARGUMENTS]
-    yield from settings.table(OWN, rest, ARGUMENTS)
+            block.add(key, value, *strategy.source_keys(name))
+    block.source_keys["version"] = (strategy.named,)
+    yield from strategy.entries(block, _defaults(fabric=strategy.fabric))
+    yield from strategy.table(OWN, ARGUMENTS)
+
+
+def own_formats(strategy: Strategy) -> str:
+    """`mixed`, or `fp16` for one that computes in it, where FSDP has its own dtypes; empty otherwise."""
+    own = strategy.arguments.get("mixed_precision")
+    formats = built(own)
+    param = str(formats.arguments.get("param_dtype")) if formats else ""
+    return "" if not own else "fp16" if "16" in param and "bf" not in param else "mixed"

@@ -14,14 +14,12 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.key_rows import boolean, integer, number, one_of
 from unishard.contract.rules import SCRIPT, Fit
 from unishard.formats.lightning.built import built, short
-from unishard.formats.lightning.callbacks import callbacks
 from unishard.formats.lightning.plugins import plugins
 from unishard.formats.lightning.precision import DEFAULT, precision
 from unishard.formats.lightning.rows import by_script, left, off, optional
 from unishard.formats.lightning.strategies import names_strategy
 from unishard.formats.names import ignored
 
-TOOL = "Lightning 2.6.6"
 _LAUNCH = "the launcher decides it: torchrun --nproc-per-node ... --nnodes ..."
 
 
@@ -106,7 +104,7 @@ def _nodes(value: Any, document: DocumentValues) -> KeyEffect:
 
 def _saving(value: Any, document: DocumentValues) -> KeyEffect:
     if boolean(value):
-        return left_out("is on: a ModelCheckpoint among the callbacks says more")
+        return left_out("is on: write the section checkpoint for what a ModelCheckpoint says")
     return KeyEffect(fields={"checkpoint.every_steps": None})
 
 
@@ -118,6 +116,8 @@ def _seed(value: Any, document: DocumentValues) -> KeyEffect:
     return KeyEffect(fields={"training.seed": integer(0, 2**32 - 1)(value)})
 
 
+_CALLBACKS = "your training loop does what they do beyond logs; a ModelCheckpoint is the section checkpoint here"
+_BUILT = "LightningCLI builds it, and unishard from its own section: write {}"
 _EPOCHS = "your training loop makes this many epochs or updates: {value}"
 TRAINER: Mapping[str, Key] = {
     "precision": Key(
@@ -142,8 +142,8 @@ TRAINER: Mapping[str, Key] = {
         _devices, ("launch.processes_per_node", "launch.environment"), note="a list of indices: CUDA_VISIBLE_DEVICES"
     ),
     "num_nodes": optional(_nodes, ("launch.nodes",)),
-    "callbacks": optional(callbacks, (SCRIPT,), Fit.NEEDS_INPUT, "your loop does what callbacks do beyond logging"),
-    "enable_checkpointing": optional(_saving, ("checkpoint.every_steps",), note="true leaves it to the callbacks"),
+    "callbacks": by_script(_CALLBACKS),
+    "enable_checkpointing": optional(_saving, ("checkpoint.every_steps",), note="true leaves it to you"),
     "plugins": optional(plugins, ("precision.initial_loss_scale", "precision.loss_scale_growth_interval")),
     "sync_batchnorm": by_script(
         "call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before the model is wrapped"
@@ -179,7 +179,18 @@ REMOVED: Mapping[str, Key] = ignored("lightning/removed.txt", off=off)
 
 BESIDE: Mapping[str, Key] = {
     "seed_everything": optional(_seed, ("training.seed",)),
+    "optimizer": by_script(_BUILT.format("optimizer.name, optimizer.lr and its other arguments")),
+    "lr_scheduler": by_script(_BUILT.format("scheduler, which steps once an update and not once an epoch")),
     **ignored("lightning/ignored_cli.txt", left),
 }
-"""LightningCLI's keys beside `trainer` but `optimizer` and `lr_scheduler`; it hands every other one to the user's own
-classes."""
+"""LightningCLI's keys beside `trainer`; it hands every other one to the user's own classes."""
+
+
+def counted(value: Any) -> int | None:
+    """Devices or nodes: a number, or as many as a list names; None where it is open."""
+    if isinstance(value, list | tuple):
+        return len(value) or None
+    text = str(value).strip()
+    if "," in text:
+        return sum(bool(word.strip()) for word in text.split(","))
+    return int(text) if text.isdigit() and 0 < int(text) < 2**31 else None

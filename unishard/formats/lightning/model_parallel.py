@@ -9,7 +9,7 @@ from unishard.contract.entries import DocumentValues, Entry, Key, KeyEffect, lef
 from unishard.contract.key_rows import integer
 from unishard.contract.rules import Fit
 from unishard.formats.lightning.rows import TIMEOUT, left
-from unishard.formats.lightning.strategy_arguments import StrategyArguments
+from unishard.formats.lightning.strategy import Strategy
 
 _WRITTEN = "configure_model calls fully_shard there; here every block is a unit"
 _TENSOR = "tensor parallelism is not supported; write tensor_parallel_size: 1"
@@ -42,7 +42,7 @@ model and optimizer are set up together, so that a step moves nothing, and leave
 `no_backward_sync(enabled=False)` (2.6.6)."""
 
 
-def entries_of(settings: StrategyArguments) -> Iterator[Entry]:
+def entries_of(strategy: Strategy) -> Iterator[Entry]:
     """What the strategy and its arguments say."""
-    yield settings.named._replace(effect=KeyEffect(fields={"backend": "fsdp"}))
-    yield from settings.table(ARGUMENTS, settings.arguments)
+    yield strategy.says({"backend": "fsdp"})
+    yield from strategy.table(ARGUMENTS)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from unishard.config.describe import shown
-from unishard.config.nested import Native
 from unishard.contract.entries import DocumentValues, KeyEffect, Unreadable
 from unishard.contract.rules import Fit
 
@@ -37,13 +35,18 @@ def word_of(value: Any) -> str:
     return name
 
 
+def dtype_of(word: str) -> str:
+    """The dtype that a word computes in."""
+    return _FORMATS[word]
+
+
 def precision(value: Any, document: DocumentValues) -> KeyEffect:
     """What `precision` says.
 
     Under `strategy` stands what runs; with `mixed` or `fp16` behind it for FSDP with own formats.
     """
     dtype_word, runs = word_of(value), document.get("strategy")
-    true, dtype = dtype_word.endswith("true"), _FORMATS[dtype_word]
+    true, dtype = dtype_word.endswith("true"), dtype_of(dtype_word)
     if str(runs).startswith("FSDPStrategy "):
         return _beside_own(dtype, true=true, unscaled=runs == "FSDPStrategy fp16" and dtype_word != "16-mixed")
     fields: dict[str, Any] = {"precision.compute": dtype, "precision.master": dtype if true else "fp32"}
@@ -68,13 +71,3 @@ def _beside_own(dtype: str, *, true: bool, unscaled: bool) -> KeyEffect:
     if true or dtype == "fp32":
         return KeyEffect(fields=fields)
     return KeyEffect(Fit.EQUIVALENT, _AUTOCAST, fields, beyond_fields=True)
-
-
-def precision_section(precision_word: str, scaling: Mapping[str, Any]) -> Native:
-    """What Lightning adds to a DeepSpeed config that has no such block (fabric/strategies/deepspeed.py,
-    `_format_precision_config`).
-    """
-    dtype = _FORMATS[precision_word]
-    if dtype == "fp16":
-        return {"fp16": {"enabled": True, **scaling}}
-    return {"bf16": {"enabled": True}} if dtype == "bf16" else {}

@@ -10,6 +10,7 @@ from unishard.config.describe import shown
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.rules import SCRIPT, Fit
 
+TOOL = "Lightning 2.6.6"
 UNSET = left_out("is not set")
 ELSEWHERE = Key(lambda value, document: UNSET)
 """The row of a key that another table reads."""

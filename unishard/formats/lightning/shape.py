@@ -1,4 +1,4 @@
-"""Where a file has the Trainer's arguments, and where those of its strategy.
+"""Where a file has the Trainer's arguments, and what names its strategy.
 
 LightningCLI writes `trainer: {strategy: {class_path, init_args}}`, below the subcommand or not; people write only the
 Trainer's arguments, or a strategy's class with its arguments.
@@ -6,47 +6,55 @@ Trainer's arguments, or a strategy's class with its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from unishard.contract.entries import Path
-from unishard.formats.lightning.built import CLASS, short
+from unishard.formats.lightning.built import ARGUMENTS, CLASS, short
 
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")
+_NAMED = (CLASS, *ARGUMENTS)
 
 
 class Shape(NamedTuple):
-    """Where things stand in a file."""
+    """A file, taken apart."""
 
     top: Path
     """What surrounds everything: the subcommand, or nothing."""
     trainer: Path
-    """The Trainer's arguments."""
+    """Where the Trainer's arguments stand."""
     strategy: Path
-    """The strategy: a name or a class; the same as `trainer` in a file that is a strategy's class and arguments."""
+    """Where the strategy stands; the same as `trainer` in a file that is a strategy's class and arguments."""
+    arguments: Mapping[str, Any]
+    """The Trainer's, but for the strategy."""
+    named: Any
+    """What names the strategy: a word, or a class with its arguments."""
+    beside: Mapping[Path, Any]
+    """What stands outside the Trainer's section."""
 
     @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Shape:
-        """That of a file."""
+    def of(cls, data: Mapping[str, Any], trainers: Iterable[str] = ()) -> Shape:
+        """That of a file.
+
+        Args:
+            data: The file.
+            trainers: The Trainer's arguments, which a strategy's class may have beside its own.
+        """
         top = next(((word,) for word in _SUBCOMMANDS if _section(data.get(word)) and len(data) <= 2), ())
         inner = data[top[0]] if top else data
+        above: dict[Path, Any] = {(str(name),): item for name, item in data.items() if top and name not in top}
         root = next((word for word in ("trainer", "fabric") if _section(inner.get(word))), None)
         if root:
-            return cls(top, (*top, root), (*top, root, "strategy"))
-        named = inner.get(CLASS)
-        if isinstance(named, str) and named and short(named) not in ("Trainer", "Fabric"):
-            return cls(top, top, top)
-        return cls(top, top, (*top, "strategy"))
-
-    def trainer_in(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The section with the Trainer's arguments."""
-        return _at(data, self.trainer)
-
-    def beside(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What stands beside the Trainer's section; nothing where there is no such section."""
-        if self.trainer == self.top:
-            return {}
-        return {key: value for key, value in _at(data, self.top).items() if (*self.top, key) != self.trainer}
+            beside = {(*top, str(name)): item for name, item in inner.items() if name != root}
+            arguments = {name: item for name, item in inner[root].items() if name != "strategy"}
+            trainer = (*top, root)
+            return cls(top, trainer, (*trainer, "strategy"), arguments, inner[root].get("strategy"), beside | above)
+        class_ = inner.get(CLASS)
+        if isinstance(class_, str) and class_ and short(class_) not in ("Trainer", "Fabric"):
+            named = {name: item for name, item in inner.items() if name in _NAMED or name not in trainers}
+            return cls(top, top, top, {name: inner[name] for name in inner.keys() - named.keys()}, named, above)
+        arguments = {name: item for name, item in inner.items() if name != "strategy"}
+        return cls(top, top, (*top, "strategy"), arguments, inner.get("strategy"), above)
 
     @property
     def bare(self) -> bool:
@@ -56,10 +64,3 @@ class Shape(NamedTuple):
 
 def _section(value: Any) -> bool:
     return isinstance(value, Mapping) and bool(value)
-
-
-def _at(data: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    value: Any = data
-    for name in path:
-        value = value[name]
-    return value  # type: ignore[no-any-return]  # `of` has looked

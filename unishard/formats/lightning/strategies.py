@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any
 
 from unishard.config.describe import shown
 from unishard.contract.entries import Unreadable
@@ -76,17 +76,6 @@ CLASSES: Mapping[str, str] = {
 """What each class runs."""
 
 
-class Strategy(NamedTuple):
-    """A strategy that a file asks for."""
-
-    runs: str
-    """The class: `DDPStrategy`, `FSDPStrategy`, `DeepSpeedStrategy` or `ModelParallelStrategy`."""
-    fabric: bool
-    """Whether it is Fabric's, which has other defaults and leaves more to the training script."""
-    stands_for: Mapping[str, Any]
-    """The arguments that its name stands for."""
-
-
 def names_strategy(value: Any) -> bool:
     """Whether a word or a class is the name of a strategy, of Lightning 1 or 2."""
     return str(value).lower() in (NAMES.keys() | _NEVER.keys()) - {"auto"} or short(value) in {
@@ -95,25 +84,25 @@ def names_strategy(value: Any) -> bool:
     }
 
 
-def strategy_of(instance: Built | None, value: Any, *, fabric: bool) -> Strategy:
-    """What a strategy's name or class runs.
+def run_by(instance: Built | None, value: Any) -> tuple[str, bool, Mapping[str, Any]]:
+    """What a strategy's name or class runs, whether it is Fabric's, and the arguments that its name stands for.
 
     Raises:
         Unreadable: unishard has none like it, or it is no strategy at all.
     """
     if value is None:
-        return Strategy("DDPStrategy", fabric, {})
+        return "DDPStrategy", False, {}
     if instance is None:
         raise Unreadable(
             f"must be a strategy's name or class, got {shown(value)}; write fsdp, or class_path and init_args"
         )
     class_ = short(instance.path)
     if class_ in CLASSES:
-        return Strategy(CLASSES[class_], fabric or ".fabric." in instance.path or "_fabric" in instance.path, {})
+        return CLASSES[class_], ".fabric." in instance.path or "_fabric" in instance.path, {}
     name = instance.path.lower()
     if name in NAMES and not instance.key:
         runs, stands_for = NAMES[name]
-        return Strategy(runs, fabric or name == "deepspeed_stage_1_offload", stands_for)
+        return runs, name == "deepspeed_stage_1_offload", stands_for
     if name in _NEVER:
         raise Unreadable(f"must be a strategy that is supported: {_NEVER[name]}")
     if class_ in _RENAMED_CLASSES:
