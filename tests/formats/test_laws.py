@@ -3,6 +3,8 @@ changes nothing."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +134,26 @@ def test_a_file_in_its_own_format_is_itself(name: str) -> None:
         outcome = translate(document, name, from_=name)
         if not outcome.of(Fit.UNSUPPORTED) and catalog.get(name).stays_in_place(outcome.reading.source):
             assert unlike_itself(outcome) == []
+
+
+def test_a_word_that_an_override_leaves_as_it_is_stays() -> None:
+    """`reshard_after_forward: false` is Accelerate's nearest to `shard_grad_op` as well."""
+    block = {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    document = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "fsdp_config": block}
+    outcome = translate(document, "accelerate", overrides=["sharding.strategy=shard_grad_op"])
+    assert outcome.document == document
+
+
+def test_a_file_that_is_named_is_written_out_whole_once_a_key_of_its_own_changes(tmp_path: Path) -> None:
+    zero = {"zero_optimization": {"stage": 2, "overlap_comm": False}, "bf16": {"enabled": "auto"}}
+    (tmp_path / "zero.json").write_text(json.dumps(zero))
+    arguments = {"per_device_train_batch_size": 4, "bf16": True, "output_dir": "out", "deepspeed": "zero.json"}
+    (tmp_path / "a.json").write_text(json.dumps(arguments))
+    outcome = translate(tmp_path / "a.json", "hf", overrides=["training.nonfinite=ignore"])
+    written, inside = outcome.document, outcome.document["deepspeed"]
+    assert arguments.keys() == written.keys() - {"max_grad_norm"}
+    assert inside["zero_optimization"].items() >= zero["zero_optimization"].items()
+    assert inside["bf16"] == {"enabled": "auto", "check_grad_overflow": False}
 
 
 @pytest.mark.parametrize("to", WRITTEN)
