@@ -22,7 +22,7 @@ _TOP = """\
 
 `unishard translate` reads and writes {written}, and only reads {read}; [translate.md](translate.md) shows how to use it.
 Each tool has a page with two tables: what its keys mean in a unishard config, and how it expresses each field of a unishard config.
-A translation reads with the first kind of table and writes with the second; there is no code for single pairs of formats.
+A translation reads with the first kind of table and writes with the second. What no field says stands beside the tables, by tool and not by pair: how a save holds the weights, and arguments that several tools hand to Trainer.
 
 - **exact**: it means the same.
 - **equivalent**: same maths to rounding; other collectives or memory, or unishard's loop does it around the engine.

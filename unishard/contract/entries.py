@@ -27,15 +27,20 @@ slips."""
 
 
 class Unreadable(ValueError):
-    """A value that its key cannot have. The message begins with "must be" and says what instead."""
+    """A value that its key cannot have.
+
+    Args:
+        message: Begins with "must be" and says what instead.
+        value: The value, which may be that of another key.
+    """
+
+    def __init__(self, message: str, value: Any = None) -> None:
+        super().__init__(message)
+        self.value = value
 
 
 class TemplateWord(Unreadable):
     """A word in capitals in the place of a number or a switch, which a script replaces before the tool reads it."""
-
-    def __init__(self, message: str, word: str) -> None:
-        super().__init__(message)
-        self.word = word
 
 
 class Undecided(NamedTuple):
@@ -278,9 +283,9 @@ def _read(row: Key, value: Any, document: DocumentValues) -> KeyEffect:
     try:
         effect = row.read(value, document)
     except Unreadable as error:
-        # A key may also depend on another that holds one, which the message names then.
-        template_word = (error.word,) if isinstance(error, TemplateWord) else ()
-        if placeholders := placeholders_in(value) or placeholders_in(str(error)) or template_word:
+        # A key may also depend on another that holds one.
+        template_word = (error.value,) if isinstance(error, TemplateWord) else ()
+        if placeholders := placeholders_in(value) or placeholders_in(str(error.value)) or template_word:
             return _filled_in(row, placeholders)
         effect = KeyEffect(Fit.UNSUPPORTED, str(error))
     if effect.fit is Fit.UNSUPPORTED and row.fields:

@@ -71,7 +71,7 @@ def integer(low: float = -math.inf, high: float = math.inf) -> Convert:
 
 def _unreadable(expected: str, value: Any, write: str = "one") -> Unreadable:
     message = f"must be {expected}, got {shown(value)}; write {write}"
-    return TemplateWord(message, value) if is_template_word(value) else Unreadable(message)
+    return (TemplateWord if is_template_word(value) else Unreadable)(message, value)
 
 
 def _float(value: Any) -> float | None:
@@ -100,7 +100,7 @@ def text(value: Any) -> str:
         Unreadable: It is something else.
     """
     if not isinstance(value, str) or not value.strip():
-        raise Unreadable(f"must be text, got {shown(value)}; write some")
+        raise Unreadable(f"must be text, got {shown(value)}; write some", value)
     return value
 
 
@@ -112,7 +112,7 @@ def listed(value: Any) -> list[str]:
     """
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise Unreadable(f"must be a list of names, got {shown(value)}; write [A, B]")
+        raise Unreadable(f"must be a list of names, got {shown(value)}; write [A, B]", value)
     stripped = [name.strip() for name in names if name.strip()]
     if not stripped:
         raise Unreadable("must name something; remove the key or write a name")
@@ -125,7 +125,7 @@ def one_of(words: Mapping[str, Any]) -> Convert:
     def convert(value: Any) -> Any:
         choice = str(value).strip().lower()
         if choice not in words:
-            raise Unreadable(f"must be one of {', '.join(words)}, got {shown(value)}; write one of them")
+            raise Unreadable(f"must be one of {', '.join(words)}, got {shown(value)}; write one of them", value)
         return words[choice]
 
     return convert

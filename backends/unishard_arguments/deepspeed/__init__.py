@@ -31,7 +31,7 @@ one."""
 def _block(value: Any, document: DocumentValues) -> KeyEffect:
     if value is None or value == {}:
         return KeyEffect(Fit.IGNORED, "is empty")
-    raise Unreadable(f"must be a mapping of keys, got {shown(value)}; write its keys below it")
+    raise Unreadable(f"must be a mapping of keys, got {shown(value)}; write its keys below it", value)
 
 
 def _blocks(rows: Mapping[str, Key]) -> dict[str, Key]:

@@ -130,7 +130,7 @@ def _type(value: Any, document: DocumentValues) -> KeyEffect:
     name = _name(document)
     if name is None:
         raise Unreadable(
-            f"must be Adam, AdamW, SGD, Adagrad, Lion or Muon, got {value!r}; build it in the training script"
+            f"must be Adam, AdamW, SGD, Adagrad, Lion or Muon, got {value!r}; build it in the training script", value
         )
     if name == "muon":
         return KeyEffect(Fit.APPROXIMATE, _CHOOSES, {"optimizer.name": name})
@@ -194,7 +194,7 @@ def _param(name: str, convert: Any) -> Key:
 
 def _betas(value: Any) -> tuple[float, float]:
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise Unreadable(f"must be two numbers, got {value!r}; write [0.9, 0.999]")
+        raise Unreadable(f"must be two numbers, got {value!r}; write [0.9, 0.999]", value)
     first, second = map(number(0, 1), value)
     return first, second
 

@@ -198,7 +198,7 @@ def _kept(value: Any, document: DocumentValues) -> KeyEffect:
         return KeyEffect(fields={"precision.keep_fp32": "auto"})
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise Unreadable(
-            f"must be auto or a list of names, got {shown(value)}; write parts of names of the model's buffers"
+            f"must be auto or a list of names, got {shown(value)}; write parts of names of the model's buffers", value
         )
     if not value:
         return KeyEffect(fields={"precision.keep_fp32": []})

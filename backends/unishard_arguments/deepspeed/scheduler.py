@@ -69,10 +69,12 @@ def _type(value: Any, document: DocumentValues) -> KeyEffect:
     if not isinstance(value, str) or value not in _SHAPES:
         near = {name.lower(): name for name in _SHAPES}.get(str(value).lower())
         hint = f"did you mean {near!r}?" if near else _SCRIPT
-        raise Unreadable(f"must be {', '.join(_SHAPES)}, got {value!r}; {hint}")
+        raise Unreadable(f"must be {', '.join(_SHAPES)}, got {value!r}; {hint}", value)
     total = _NEEDS.get(value)
     if total and document.get(f"{_P}{total}") != AUTO and quiet(integer(1), document.get(f"{_P}{total}")) is None:
-        raise Unreadable(f"must have {total} among its params, the number of updates, got {value} without; write it")
+        raise Unreadable(
+            f"must have {total} among its params, the number of updates, got {value} without; write it", value
+        )
     values: dict[str, Any] = {"scheduler.name": _SHAPES[value]}
     if value == "WarmupCosineLR":
         return KeyEffect(Fit.APPROXIMATE, _BEHIND, values)
@@ -143,7 +145,7 @@ def _floor(value: Any, document: DocumentValues) -> KeyEffect:
 
 def _start(value: Any, document: DocumentValues) -> KeyEffect:
     if number(0)(value) != 1:
-        raise Unreadable(f"must be 1, got {value!r}; {_SCRIPT}")
+        raise Unreadable(f"must be 1, got {value!r}; {_SCRIPT}", value)
     return KeyEffect(note="begins at optimizer.lr")
 
 

@@ -49,7 +49,7 @@ def _whole(value: Any, document: DocumentValues) -> KeyEffect:
         return KeyEffect(note="is empty: stage 0", fields={"sharding.strategy": "no_shard"})
     stage_value = quiet(integer(0, 3), value)
     if stage_value is None:
-        raise Unreadable(f'must be a mapping of keys, got {value!r}; write {{"stage": 3}} or another stage')
+        raise Unreadable(f'must be a mapping of keys, got {value!r}; write {{"stage": 3}} or another stage', value)
     return KeyEffect(
         note=f"read as the stage; {_ONCE}", fields={"sharding.strategy": _STAGES[stage_value]}, rejected_upstream=True
     )

@@ -57,7 +57,8 @@ def _word(value: Any) -> str:
     if name not in names:
         raise Unreadable(
             f"must be one of {', '.join(names)} or their numbers 1 to 5, got {shown(value)}; write one of the names "
-            "(DeepSpeed's stages count otherwise: stage 3 is FULL_SHARD, stage 0 is NO_SHARD)"
+            "(DeepSpeed's stages count otherwise: stage 3 is FULL_SHARD, stage 0 is NO_SHARD)",
+            value,
         )
     return name
 
@@ -71,7 +72,8 @@ def _resharding(value: Any) -> bool:
     if str(value).strip().upper() in STRATEGIES:
         raise Unreadable(
             f"must be true or false with version 2, got {shown(value)}; write true for FULL_SHARD, false for "
-            "SHARD_GRAD_OP"
+            "SHARD_GRAD_OP",
+            value,
         )
     return boolean(value)
 
@@ -152,7 +154,7 @@ def _time(why: str, *words: str, copy_verbatim: bool = False) -> Key:
 
 def _version_key(value: Any, document: DocumentValues) -> KeyEffect:
     if str(value) not in ("1", "2"):
-        raise Unreadable(f"must be 1 or 2, got {shown(value)}; write 2")
+        raise Unreadable(f"must be 1 or 2, got {shown(value)}; write 2", value)
     if str(value) == "2":
         return KeyEffect(fields={"backend": "fsdp"})
     return KeyEffect(Fit.EQUIVALENT, _FSDP1, {"backend": "fsdp"})
@@ -185,7 +187,7 @@ def _reshard_key(value: Any, document: DocumentValues) -> KeyEffect:
         return KeyEffect(Fit.EXACT if name == "FULL_SHARD" else Fit.APPROXIMATE, _IGNORED, STRATEGIES[name])
     whole_number = isinstance(value, int) and not isinstance(value, bool)
     if whole_number and value < 1:
-        raise Unreadable(f"must be true, false or a number of ranks, got {value}; write true or false")
+        raise Unreadable(f"must be true, false or a number of ranks, got {value}; write true or false", value)
     fields = dict(strategy_of(document))
     if fields["sharding.strategy"] == "no_shard":
         return KeyEffect(Fit.IGNORED, _NO_SHARDS, fields)
@@ -266,11 +268,11 @@ def _ignored_key(value: Any, document: DocumentValues) -> KeyEffect:
     if _off(value):
         return _UNSET
     if not isinstance(value, str):
-        raise Unreadable(f"must be a regular expression for names of modules, got {shown(value)}; write one")
+        raise Unreadable(f"must be a regular expression for names of modules, got {shown(value)}; write one", value)
     try:
         re.compile(value)
     except re.error as error:
-        raise Unreadable(f"must be a regular expression, got {shown(value)} ({error}); write one") from None
+        raise Unreadable(f"must be a regular expression, got {shown(value)} ({error}); write one", value) from None
     if not _sharded(document):
         return KeyEffect(Fit.IGNORED, "nothing is sharded, so every rank holds every module whole")
     return KeyEffect(Fit.APPROXIMATE, _NOT_MANAGED, {"sharding.replicate": [rf"^(?:{value})\."]})
@@ -304,7 +306,7 @@ def _sizes(mesh: Any) -> Mapping[str, int]:
     """
     if not isinstance(mesh, Mapping) or not mesh or set(mesh) - {"replicate", "shard"}:
         raise Unreadable(
-            f"must be a mapping with replicate and shard, got {shown(mesh)}; write {{replicate: 2, shard: 8}}"
+            f"must be a mapping with replicate and shard, got {shown(mesh)}; write {{replicate: 2, shard: 8}}", mesh
         )
     sizes = {axis: integer(-1)(size) for axis, size in mesh.items() if size is not None}
     if 0 in sizes.values():

@@ -31,7 +31,7 @@ def dtype(value: Any) -> str:
     """
     name = str(value).strip().lower().removeprefix("torch.")
     if name not in _WORDS:
-        raise Unreadable(f"must be one of {', '.join(DTYPES.values())}, got {shown(value)}; write one of them")
+        raise Unreadable(f"must be one of {', '.join(DTYPES.values())}, got {shown(value)}; write one of them", value)
     return _WORDS[name]
 
 

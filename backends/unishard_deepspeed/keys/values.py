@@ -60,19 +60,19 @@ def _digits(low: float) -> Takes:
     def takes(value: Any) -> None:
         whole = integer(low)(value)
         if isinstance(value, str) and not value.strip().lstrip("+-").isdecimal():
-            raise Unreadable(f"must be a whole number in digits, got {shown(value)}; write {whole}")
+            raise Unreadable(f"must be a whole number in digits, got {shown(value)}; write {whole}", value)
 
     return takes
 
 
 def _string(value: Any) -> None:
     if not isinstance(value, str):
-        raise Unreadable(f"must be a string, got {shown(value)}; write one")
+        raise Unreadable(f"must be a string, got {shown(value)}; write one", value)
 
 
 def _list(value: Any) -> None:
     if not isinstance(value, list | tuple):
-        raise Unreadable(f"must be a list, got {shown(value)}; write [...]")
+        raise Unreadable(f"must be a list, got {shown(value)}; write [...]", value)
 
 
 def _list_of_names(value: Any) -> None:
@@ -88,7 +88,7 @@ def _names(value: Any) -> None:
 
 def _mapping(value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise Unreadable(f"must be a mapping of keys, got {shown(value)}; write its keys below it, or remove it")
+        raise Unreadable(f"must be a mapping of keys, got {shown(value)}; write its keys below it, or remove it", value)
 
 
 def count(low: float = -math.inf) -> Values:
@@ -122,7 +122,7 @@ def _mapping_of(rows: Mapping[str, Takes], *, strict: bool = True) -> Takes:
                 if name in rows:
                     rows[name](item)
             except Unreadable as error:
-                raise Unreadable(f"{error} ({name})") from None
+                raise Unreadable(f"{error} ({name})", error.value) from None
 
     return takes
 

@@ -92,7 +92,7 @@ def kind_named(value: Any) -> DistributedType:
     if name not in KINDS:
         near = get_close_matches(name.upper(), KINDS, 1)
         raise Unreadable(
-            f"must be one of {', '.join(KINDS)}, got {shown(value)}; write {near[0] if near else 'one of them'}"
+            f"must be one of {', '.join(KINDS)}, got {shown(value)}; write {near[0] if near else 'one of them'}", value
         )
     return KINDS[name]
 
@@ -114,7 +114,7 @@ def precision_word(value: Any) -> str:
     """
     precision = "no" if value is None or value is False else str(value).lower()
     if precision not in _FORMATS:
-        raise Unreadable(f"must be one of {', '.join(_FORMATS)}, got {shown(value)}; write one of them")
+        raise Unreadable(f"must be one of {', '.join(_FORMATS)}, got {shown(value)}; write one of them", value)
     return precision
 
 

@@ -137,7 +137,7 @@ def _word(words: tuple[str, ...]) -> Callable[[Any], str]:
             return words[int(choice) - 1]
         if choice in words:
             return choice
-        raise Unreadable(f"must be one of {', '.join(words)}, got {shown(value)}; write one of them")
+        raise Unreadable(f"must be one of {', '.join(words)}, got {shown(value)}; write one of them", value)
 
     return read
 

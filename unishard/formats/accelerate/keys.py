@@ -46,7 +46,7 @@ def _environment(value: Any, document: DocumentValues) -> KeyEffect:
         return left_out(_LAUNCHER)
     if value == "AMAZON_SAGEMAKER":
         return KeyEffect(Fit.UNSUPPORTED, "SageMaker jobs are not translated; write LOCAL_MACHINE and use torchrun")
-    raise Unreadable(f"must be LOCAL_MACHINE, got {shown(value)}; write that, and use the cluster's launcher")
+    raise Unreadable(f"must be LOCAL_MACHINE, got {shown(value)}; write that, and use the cluster's launcher", value)
 
 
 def _distributed_type(value: Any, document: DocumentValues) -> KeyEffect:
@@ -87,10 +87,12 @@ def _use_cpu(value: Any, document: DocumentValues) -> KeyEffect:
 
 def _gpus(value: Any, document: DocumentValues) -> KeyEffect:
     if value is not None and not isinstance(value, str):
-        raise Unreadable(f"must be all or comma-separated indices, got {shown(value)}; write them in quotes")
+        raise Unreadable(f"must be all or comma-separated indices, got {shown(value)}; write them in quotes", value)
     several = str(document.get("distributed_type")).startswith("MULTI_") and document.get("num_machines") in (None, 1)
     if several and value not in (None, "all") and "," not in value:
-        raise Unreadable(f"must name two GPUs for {document.get('distributed_type')}, got {shown(value)}; write all")
+        raise Unreadable(
+            f"must name two GPUs for {document.get('distributed_type')}, got {shown(value)}; write all", value
+        )
     if value in (None, "all"):
         return left_out("every rank sees all GPUs of its host")
     return KeyEffect(fields={"launch.environment": {"CUDA_VISIBLE_DEVICES": value}}, copy_verbatim=True)
@@ -140,7 +142,8 @@ def _compile_backend(value: Any, document: DocumentValues) -> KeyEffect:
     name = text(value).lower() if value is not False else "no"
     if name not in _DYNAMO:
         raise Unreadable(
-            f"must be one of {', '.join(word.upper() for word in _DYNAMO)}, got {shown(value)}; write one of them"
+            f"must be one of {', '.join(word.upper() for word in _DYNAMO)}, got {shown(value)}; write one of them",
+            value,
         )
     if name == "no":
         return KeyEffect(fields={"compile.mode": "none"})

@@ -24,26 +24,28 @@ def _word(*words: str) -> Accepts:
 
     def accepts(value: Any) -> None:
         if not isinstance(value, str) or value not in words:
-            raise Unreadable(f"must be one of {', '.join(words)}, got {shown(value)}; write one of them in quotes")
+            raise Unreadable(
+                f"must be one of {', '.join(words)}, got {shown(value)}; write one of them in quotes", value
+            )
 
     return accepts
 
 
 def _number(value: Any) -> None:
     if not isinstance(value, int | float):
-        raise Unreadable(f"must be a number, got {shown(value)}; write one without quotes")
+        raise Unreadable(f"must be a number, got {shown(value)}; write one without quotes", value)
     if value > 1:
         integer()(value)
 
 
 def _string(value: Any) -> None:
     if not isinstance(value, str):
-        raise Unreadable(f"must be text, got {shown(value)}; write some, in quotes")
+        raise Unreadable(f"must be text, got {shown(value)}; write some, in quotes", value)
 
 
 def _mapping(value: Any) -> None:
     if not isinstance(value, Mapping | str):
-        raise Unreadable(f"must be a mapping or the path of a JSON file, got {shown(value)}; write one of them")
+        raise Unreadable(f"must be a mapping or the path of a JSON file, got {shown(value)}; write one of them", value)
 
 
 VALUES: Mapping[str, Accepts] = {

@@ -24,7 +24,7 @@ _DATA = "concerns the DataLoader, which the training script builds"
 
 def _prefetched(value: Any, document: DocumentValues) -> KeyEffect:
     if value is not None and not document.get("dataloader_num_workers"):
-        raise Unreadable(f"must be null without dataloader_num_workers, got {shown(value)}; remove it")
+        raise Unreadable(f"must be null without dataloader_num_workers, got {shown(value)}; remove it", value)
     return left_out(_DATA)
 
 
@@ -35,7 +35,7 @@ def _best(value: Any, document: DocumentValues) -> KeyEffect:
     )
     if value and saved not in ("best", evaluated):
         strategies = f"eval_strategy ({evaluated}) and save_strategy ({saved})"
-        raise Unreadable(f"must be false where {strategies} differ, got {shown(value)}; make the two equal")
+        raise Unreadable(f"must be false where {strategies} differ, got {shown(value)}; make the two equal", value)
     return left_out(_FILES)
 
 

@@ -80,7 +80,7 @@ def _checkpointing_arguments(value: Any, document: DocumentValues) -> KeyEffect:
     if off(value):
         return left_out("is empty")
     if not isinstance(value, Mapping):
-        raise Unreadable(f"must be a mapping, got {shown(value)}; write {{use_reentrant: false}}")
+        raise Unreadable(f"must be a mapping, got {shown(value)}; write {{use_reentrant: false}}", value)
     every = integer(1)(value.get("every_n_layers", 1))
     recomputed = any(not off(document.get(name)) for name in ("activation_checkpointing", "gradient_checkpointing"))
     fields = {"offload.activations": "cpu"} if recomputed and boolean(value.get("offload", False)) else {}

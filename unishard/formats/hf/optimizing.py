@@ -75,7 +75,7 @@ def _optimizer(value: Any) -> KeyEffect:
     if name in _OTHERS:
         why = f"{name} is not supported; build the optimizer in the training script"
         return KeyEffect(Fit.UNSUPPORTED, why)
-    raise Unreadable(f"must be an optimizer of transformers, got {shown(value)}; write adamw_torch or sgd")
+    raise Unreadable(f"must be an optimizer of transformers, got {shown(value)}; write adamw_torch or sgd", value)
 
 
 def _name_of(document: DocumentValues) -> str:
@@ -137,7 +137,7 @@ def _arguments(value: Any, document: DocumentValues) -> KeyEffect:
 
 def _pairs(value: Any) -> list[tuple[str, Any]]:
     if not isinstance(value, str) or any(part.count("=") != 1 for part in value.split(",")):
-        raise Unreadable(f"must be pairs such as momentum=0.9,nesterov=true, got {shown(value)}; write them so")
+        raise Unreadable(f"must be pairs such as momentum=0.9,nesterov=true, got {shown(value)}; write them so", value)
     return [(key.strip(), text.strip()) for key, _, text in (part.partition("=") for part in value.split(","))]
 
 

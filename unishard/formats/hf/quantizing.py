@@ -106,7 +106,9 @@ def read_arguments(value: Any, document: DocumentValues) -> KeyEffect:
     if off(value):
         return left_out("is off")
     if not isinstance(value, Mapping):
-        raise Unreadable(f"must be the arguments of BitsAndBytesConfig, got {shown(value)}; write {{{_FOUR}: true}}")
+        raise Unreadable(
+            f"must be the arguments of BitsAndBytesConfig, got {shown(value)}; write {{{_FOUR}: true}}", value
+        )
     if str(value.get("quant_method") or "bitsandbytes").lower() != "bitsandbytes":
         return KeyEffect(Fit.UNSUPPORTED, "only weights that bitsandbytes quantizes are supported; leave it out")
     four, eight = _on(value.get(_FOUR)), _on(value.get(_EIGHT))

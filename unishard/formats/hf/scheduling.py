@@ -46,7 +46,7 @@ def _type(value: Any, document: DocumentValues) -> KeyEffect:
         return _shaped(shape, _kwargs_of(document), document)
     if shape in ("reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy"):
         return KeyEffect(Fit.UNSUPPORTED, f"the schedule {shape} is not supported; {_INSTEAD}")
-    raise Unreadable(f"must be a schedule of transformers, got {shown(value)}; write linear or cosine")
+    raise Unreadable(f"must be a schedule of transformers, got {shown(value)}; write linear or cosine", value)
 
 
 def _shaped(shape: str, kwargs: Mapping[str, Any], document: DocumentValues) -> KeyEffect:
@@ -198,7 +198,7 @@ def _kwargs(value: Any, document: DocumentValues) -> KeyEffect:
     if value in (None, {}, ""):
         return left_out("is empty")
     if not isinstance(value, Mapping):
-        raise Unreadable(f"must be a mapping, got {shown(value)}; write {{min_lr_rate: 0.1}}")
+        raise Unreadable(f"must be a mapping, got {shown(value)}; write {{min_lr_rate: 0.1}}", value)
     known = {
         "cosine_with_min_lr": ("min_lr_rate", "min_lr", "num_cycles"),
         "polynomial": ("lr_end", "power"),

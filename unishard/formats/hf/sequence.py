@@ -33,7 +33,9 @@ def sharing_of(value: Any, ranks: int | None) -> Mapping[str, Any]:
         Unreadable: They ask for what unishard does not have, or for nothing that Accelerate has.
     """
     if not isinstance(value, Mapping):
-        raise Unreadable(f"must be a mapping of sizes, got {shown(value)}; write {{cp_size: 2, dp_shard_size: 2}}")
+        raise Unreadable(
+            f"must be a mapping of sizes, got {shown(value)}; write {{cp_size: 2, dp_shard_size: 2}}", value
+        )
     if unknown := [name for name in value if name not in (*_AXES, *_OTHERS)]:
         raise Unreadable(f"must have no key {shown(unknown[0])}, which Accelerate 1.15.0 does not know; remove it")
     sizes = {name: 1 if value.get(name) is None else integer(1)(value[name]) for name in _AXES}

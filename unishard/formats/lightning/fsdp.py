@@ -50,7 +50,8 @@ def _formats(value: Any) -> Native:
     if not isinstance(formats, Mapping):
         raise Unreadable(
             f"must be a MixedPrecision, got {shown(value)}; write class_path (torch.distributed.fsdp.MixedPrecision) "
-            "and init_args"
+            "and init_args",
+            value,
         )
     known = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "cast_forward_inputs")
     quiet = ("keep_low_precision_grads", "cast_root_forward_inputs", "_module_classes_to_ignore")
@@ -70,13 +71,13 @@ def _wrapping(value: Any) -> Native:
             "auto_wrap_policy": "SIZE_BASED_WRAP",
             "min_num_params": instance.arguments.get("min_num_params", 100_000_000),
         }
-    raise Unreadable(f"must be module classes, got {policy}; write the classes of the model's blocks")
+    raise Unreadable(f"must be module classes, got {policy}; write the classes of the model's blocks", policy)
 
 
 def _recomputed(value: Any) -> Native:
     names = _classes(value)
     if not names:
-        raise Unreadable(f"must be module classes, got {shown(value)}; write the classes to recompute")
+        raise Unreadable(f"must be module classes, got {shown(value)}; write the classes to recompute", value)
     return {"activation_checkpointing": names}
 
 
@@ -104,7 +105,7 @@ def _mesh(value: Any) -> Native:
         or len(sizes) != 2
         or not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
     ):
-        raise Unreadable(f"must be [replicas, ranks in each], got {shown(value)}; write such as [2, 8]")
+        raise Unreadable(f"must be [replicas, ranks in each], got {shown(value)}; write such as [2, 8]", value)
     return {"mesh": {"replicate": sizes[0], "shard": sizes[1]}}
 
 

@@ -82,7 +82,7 @@ def _devices(value: Any, document: DocumentValues) -> KeyEffect:
     if _filled_in(value):
         return left_out(_LAUNCH)
     if isinstance(value, bool) or not words or not all(word.lstrip("-").isdigit() or word == "auto" for word in words):
-        raise Unreadable(f"must be a number or list of devices, or auto, got {shown(value)}; write auto")
+        raise Unreadable(f"must be a number or list of devices, or auto, got {shown(value)}; write auto", value)
     if words in (["auto"], ["-1"]):
         return left_out("one rank for each device, as launch.processes_per_node: null")
     listed = len(items) > 1 or isinstance(value, list | tuple)

@@ -29,9 +29,9 @@ def word_of(value: Any) -> str:
     text = DEFAULT if value is None else str(value).strip().lower()
     name = _ALIASES.get(text, text)
     if name in _NEVER:
-        raise Unreadable(f"must be a dtype that is supported, got {name}: {_NEVER[name]}")
+        raise Unreadable(f"must be a dtype that is supported, got {name}: {_NEVER[name]}", name)
     if name not in _FORMATS:
-        raise Unreadable(f"must be one of {', '.join(_FORMATS)}, got {shown(value)}; write one of them")
+        raise Unreadable(f"must be one of {', '.join(_FORMATS)}, got {shown(value)}; write one of them", value)
     return name
 
 

@@ -35,7 +35,7 @@ def _timeout(value: Any, document: DocumentValues) -> KeyEffect:
     """As jsonargparse reads a timedelta; YAML makes seconds of an unquoted `1:00:00`."""
     parts = _DURATION.fullmatch(str(value))
     if parts is None and not isinstance(value, int | float):
-        raise Unreadable(f'must be a duration, got {shown(value)}; write such as "1:30:00"')
+        raise Unreadable(f'must be a duration, got {shown(value)}; write such as "1:30:00"', value)
     units = zip((86400, 3600, 60, 1), parts.groups(), strict=True) if parts else [(1, value)]
     return KeyEffect(fields={"communication.timeout": sum(unit * float(number or 0) for unit, number in units)})
 

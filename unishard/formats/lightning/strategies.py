@@ -94,7 +94,7 @@ def run_by(instance: Built | None, value: Any) -> tuple[str, bool, Mapping[str, 
         return "DDPStrategy", False, {}
     if instance is None:
         raise Unreadable(
-            f"must be a strategy's name or class, got {shown(value)}; write fsdp, or class_path and init_args"
+            f"must be a strategy's name or class, got {shown(value)}; write fsdp, or class_path and init_args", value
         )
     class_ = short(instance.path)
     if class_ in CLASSES:
@@ -109,7 +109,9 @@ def run_by(instance: Built | None, value: Any) -> tuple[str, bool, Mapping[str, 
         raise Unreadable(
             f"must be a strategy that is supported: Lightning 2 has renamed it; write {_RENAMED_CLASSES[class_]}"
         )
-    raise Unreadable(f"must be a strategy of Lightning 2.6.6, got {shown(instance.path)}; {_hint(class_)}")
+    raise Unreadable(
+        f"must be a strategy of Lightning 2.6.6, got {shown(instance.path)}; {_hint(class_)}", instance.path
+    )
 
 
 def _hint(class_: str) -> str:
