@@ -154,6 +154,8 @@ def test_a_file_that_is_named_is_written_out_whole_once_a_key_of_its_own_changes
     assert arguments.keys() == written.keys() - {"max_grad_norm"}
     assert inside["zero_optimization"].items() >= zero["zero_optimization"].items()
     assert inside["bf16"] == {"enabled": "auto", "check_grad_overflow": False}
+    beside = translate(tmp_path / "a.json", "hf", overrides=["optimizer.lr=0.5"])
+    assert beside.document == {**arguments, "learning_rate": 0.5}
 
 
 @pytest.mark.parametrize("to", WRITTEN)

@@ -42,25 +42,31 @@ def in_own_words(target: Format, reading: ReadDocument, topology: Topology) -> R
     asked = {row.field for row in compare(before, reading)}
     places = _places(reading)
     anew = _changed(reading, places, _places(before), asked) if stays else set(places)
-    new |= _keys(places, anew, written)
-    if new:  # beside other keys, a file that the document names says nothing
-        anew |= {place for place, entries in places.items() if any(len(one.path) > len(place) for one in entries)}
-        new |= _keys(places, anew, written)
-    more = nested({key: value for key, value in flat(written.document) if is_within(key, new)})
-    document = merge(dict(_without(reading.source.data, anew)), more)
-    if (asked or not stays) and _otherwise(target, document, reading) - _otherwise(target, written.document, reading):
-        return None
-    kept = {one.as_it_is: _kept(one) for place, entries in places.items() if place not in anew for one in entries}
-    gone = {one.as_it_is: _gone(one) for place in anew for one in places[place] if not one.effect.sayings}
-    return RenderedDocument(document, {**gone, **written.fields, **kept})
+    named = {place for place, entries in places.items() if any(len(one.path) > len(place) for one in entries)} - anew
+    compared = asked or named or not stays
+    lost = _otherwise(target, written.document, reading) if compared else set()
+    # A file that a document names may say nothing beside keys that are written: it is written out then.
+    for gone in dict.fromkeys((frozenset(anew), frozenset(anew | named))):
+        keys = new | _keys(places, gone, written)
+        more = nested({key: value for key, value in flat(written.document) if is_within(key, keys)})
+        document = merge(dict(_without(reading.source.data, gone)), more)
+        if not compared or _otherwise(target, document, reading) <= lost:
+            return RenderedDocument(
+                document, {**dict(_fates(places, gone)), **written.fields, **dict(_kept(places, gone))}
+            )
+    return None
 
 
 def _otherwise(target: Format, document: Native, reading: ReadDocument) -> set[str]:
-    """The fields that a document says otherwise than they are to be; the whole, of no name, where it cannot be read."""
+    """The fields that a document says otherwise than they are to be, and the keys that its tool refuses; the whole, of
+    no name, where it cannot be read.
+    """
     try:
-        return {row.field for row in compare(reading, read_back(target, document, reading))}
+        back = read_back(target, document, reading)
     except ConfigError:
         return {""}
+    refused = {entry.as_it_is for entry in back.entries if entry.refused_by_its_tool}
+    return refused | {row.field for row in compare(reading, back)}
 
 
 def _places(reading: ReadDocument) -> _Places:
@@ -109,15 +115,17 @@ def _keys(places: _Places, anew: Collection[Path], written: RenderedDocument) ->
     return {key for name in names if name in written.fields for key in written.fields[name].keys}
 
 
-def _kept(entry: Entry) -> FieldResult:
-    if not entry.assumed:
-        return FieldResult.held(entry.key)
-    left = f"{entry.effect.note}; still left to it" if entry.effect.notable else "still left to the tool's default"
-    return FieldResult(Fit.EXACT, "", left)
+def _fates(places: _Places, gone: Collection[Path]) -> Iterator[tuple[str, FieldResult]]:
+    """What became of keys that are gone and say nothing of the config."""
+    for entry in (entry for place in gone for entry in places[place] if not entry.effect.sayings):
+        yield entry.as_it_is, FieldResult(entry.effect.fit, "", entry.effect.note)
 
 
-def _gone(entry: Entry) -> FieldResult:
-    return FieldResult(entry.effect.fit, "", entry.effect.note)
+def _kept(places: _Places, gone: Collection[Path]) -> Iterator[tuple[str, FieldResult]]:
+    for entry in (entry for place, entries in places.items() if place not in gone for entry in entries):
+        left = f"{entry.effect.note}; still left to it" if entry.effect.notable else "still left to the tool's default"
+        silent = FieldResult(Fit.EXACT, "", left)
+        yield entry.as_it_is, silent if entry.assumed else FieldResult.held(entry.key)
 
 
 def _without(data: Mapping[str, Any], places: Collection[Path], above: Path = ()) -> Iterator[tuple[str, Any]]:
