@@ -10,8 +10,8 @@ from typing import Any
 from unishard.config.nested import flat, is_within, merge, nested
 from unishard.contract.rules import Fit
 from unishard.formats import NAMES, Outcome, ReadDocument, catalog
-from unishard.formats.comparing import compare
-from unishard.formats.source import Source
+from unishard.formats.files.source import Source
+from unishard.formats.report.comparing import compare
 
 Path = tuple[str, ...]
 FORMATS = [name for name in NAMES if find_spec(f"unishard.formats.{name}")]

@@ -27,9 +27,9 @@ from accounting import WRITTEN, changed_fits, faults_of, spelled_out, unlike_its
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import Item, Outcome, catalog, read, translate
-from unishard.formats.engine_choice import PLAIN, RECIPES, needs_engine
-from unishard.formats.remedies import remedy
-from unishard.formats.source import Source
+from unishard.formats.advice.remedies import remedy
+from unishard.formats.beside.engine_choice import PLAIN, RECIPES, needs_engine
+from unishard.formats.files.source import Source
 from unishard.formats.verify import verify
 
 ENGINES = ("fsdp", "deepspeed")

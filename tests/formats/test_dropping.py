@@ -9,8 +9,8 @@ import pytest
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import translate
-from unishard.formats.remedies import remedy
-from unishard.formats.source import open_source
+from unishard.formats.advice.remedies import remedy
+from unishard.formats.files.source import open_source
 
 ONE_BIT = {
     "train_micro_batch_size_per_gpu": 2,

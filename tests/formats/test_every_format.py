@@ -22,7 +22,7 @@ from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import Outcome, catalog, translate
 from unishard.formats.catalog import recognise
-from unishard.formats.source import open_source
+from unishard.formats.files.source import open_source
 
 MOST_SECONDS = 2.0
 INSTEAD = ("; ", "must be ", "is not in the config: ")

@@ -12,7 +12,7 @@ from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import Outcome, read, translate
 from unishard.formats.catalog import recognise
-from unishard.formats.source import open_source
+from unishard.formats.files.source import open_source
 
 EIGHT = Topology(world_size=8, local_world_size=8)
 

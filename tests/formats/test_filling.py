@@ -14,8 +14,8 @@ from unishard.config.topology import Topology
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats import Outcome, translate
-from unishard.formats.remedies import remedy
-from unishard.formats.source import open_source
+from unishard.formats.advice.remedies import remedy
+from unishard.formats.files.source import open_source
 
 AUTO: dict[str, Any] = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 16, "hysteresis": 2},

@@ -8,8 +8,8 @@ import pytest
 
 from unishard.config.topology import Topology
 from unishard.errors import ConfigError
-from unishard.formats.launch_line import launch_line, script_arguments, value_of_word
-from unishard.formats.launching import launch_of
+from unishard.formats.launch.line import launch_line, script_arguments, value_of_word
+from unishard.formats.launch.processes import launch_of
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from accounting import faults_of
 from unishard.config import Config
 from unishard.contract.rules import Fit
 from unishard.formats import translating
-from unishard.formats.items import Item
-from unishard.formats.reading import ReadDocument
+from unishard.formats.reading.document import ReadDocument
+from unishard.formats.report.items import Item
 
 
 def read(document: dict[str, Any], *overrides: str) -> ReadDocument:

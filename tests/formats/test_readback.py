@@ -14,7 +14,7 @@ from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.rules import SCRIPT, Fit
 from unishard.formats import Outcome, catalog, translate
-from unishard.formats.readback import Join, read_back
+from unishard.formats.report.readback import Join, read_back
 from unishard.formats.verify import verify
 
 FOUR = Topology(world_size=4, local_world_size=4)

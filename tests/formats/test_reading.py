@@ -8,8 +8,8 @@ from unishard import ConfigError, Topology
 from unishard.config.loading.placeholders import STAND_INS, placeholder, undecided_in
 from unishard.contract.entries import Entry, KeyEffect, Undecided
 from unishard.contract.rules import Fit
-from unishard.formats.reading import ReadDocument, assemble, default_of
-from unishard.formats.source import open_source
+from unishard.formats.files.source import open_source
+from unishard.formats.reading.document import ReadDocument, assemble, default_of
 
 WHO = Undecided("the script")
 

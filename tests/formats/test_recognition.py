@@ -14,11 +14,11 @@ from documents import SEEDS
 from unishard.contract import registry
 from unishard.errors import ConfigError
 from unishard.formats import catalog, read, translate
+from unishard.formats.advice.remedies import remedy
+from unishard.formats.files.source import open_source
 from unishard.formats.hf.dialects import DIALECT
 from unishard.formats.markers import by_entries
 from unishard.formats.other_tools import tools
-from unishard.formats.remedies import remedy
-from unishard.formats.source import open_source
 
 FILES = yaml.safe_load((Path(__file__).parent / "files_of_other_tools.yaml").read_text(encoding="utf-8"))
 """A config of each tool that is named, as text."""

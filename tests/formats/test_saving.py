@@ -13,7 +13,7 @@ from unishard.config.nested import flat
 from unishard.config.topology import Topology
 from unishard.contract.rules import Fit
 from unishard.formats import Outcome, read, translate
-from unishard.formats.items import Item
+from unishard.formats.report.items import Item
 
 HF = {"per_device_train_batch_size": 4}
 

@@ -10,7 +10,7 @@ import pytest
 import unishard
 from unishard import formats
 from unishard.errors import ConfigError
-from unishard.formats.source import Source, open_source
+from unishard.formats.files.source import Source, open_source
 
 
 def opened(folder: Path, text: str | bytes, name: str = "config.json") -> Source:

@@ -15,9 +15,9 @@ from unishard.contract.key_rows import boolean, drops, integer, number, own, ref
 from unishard.contract.render import RenderedDocument, render
 from unishard.contract.rules import Fit, Rule, When
 from unishard.formats import Item, Outcome, catalog, translate
+from unishard.formats.files.source import Source, open_source
 from unishard.formats.markers import Markers
-from unishard.formats.reading import ReadDocument, assemble
-from unishard.formats.source import Source, open_source
+from unishard.formats.reading.document import ReadDocument, assemble
 
 SCRIPT = "batch_size of the script"
 

@@ -11,7 +11,7 @@ import pytest
 from unishard.cli.report import ReportForm, write_report
 from unishard.contract.rules import Fit
 from unishard.formats import Item, Outcome, read, translate
-from unishard.formats.source import open_source
+from unishard.formats.files.source import open_source
 
 ZERO_3 = {
     "train_micro_batch_size_per_gpu": 1,

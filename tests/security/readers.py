@@ -29,8 +29,8 @@ from unishard.contract.training_facts import GroupRecord, OptimizerFacts
 from unishard.engine.model import weight_files
 from unishard.engine.resolve import observe_spec, text_of
 from unishard.formats import catalog, translate
-from unishard.formats.engine_choice import PLAIN, RECIPES
-from unishard.formats.surveying import survey
+from unishard.formats.advice.surveying import survey
+from unishard.formats.beside.engine_choice import PLAIN, RECIPES
 from unishard.observe.destinations.jsonl import JsonLines
 from unishard.tools.compare.golden import read_golden
 from unishard.tools.compare.modules import modules_in

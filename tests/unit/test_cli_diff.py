@@ -12,9 +12,9 @@ from unishard import formats
 from unishard.cli.diff import diff
 from unishard.config.loading import Origin, Origins
 from unishard.contract.entries import Entry, KeyEffect, Undecided
-from unishard.formats.comparing import compare, uncompared
-from unishard.formats.reading import ReadDocument, assemble
-from unishard.formats.source import Source
+from unishard.formats.files.source import Source
+from unishard.formats.reading.document import ReadDocument, assemble
+from unishard.formats.report.comparing import compare, uncompared
 
 
 def reading(*entries: Entry) -> ReadDocument:

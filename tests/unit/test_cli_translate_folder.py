@@ -125,7 +125,7 @@ def test_every_file_is_counted_once(project: Path) -> None:
 
 
 def test_a_file_that_cannot_be_opened_is_counted(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from unishard.formats import surveying
+    from unishard.formats.advice import surveying
 
     real = surveying.open_source
 

@@ -14,7 +14,7 @@ from unishard.cli.text_report import key_value, value_of
 from unishard.cli.wrapping import echo
 
 if TYPE_CHECKING:
-    from unishard.formats.comparing import Side
+    from unishard.formats.report.comparing import Side
 
 DIFFERENT = 1
 """Exit status when they differ, as in diff(1), where 2 means an error."""
@@ -40,8 +40,8 @@ def diff(
     Example: unishard diff accelerate.yaml cfg.yaml
     """
     from unishard import formats
-    from unishard.formats.comparing import compare, uncompared
-    from unishard.formats.engine_choice import needs_engine
+    from unishard.formats.beside.engine_choice import needs_engine
+    from unishard.formats.report.comparing import compare, uncompared
 
     readings = [formats.read(a, from_a), formats.read(b, from_b)]
     differences = compare(*readings)

@@ -32,7 +32,7 @@ def _tool_of(path: Path) -> str | None:
     """The format of another tool's file, if our schema lacks at least half of its keys; None otherwise."""
     from unishard.config import Config
     from unishard.formats import catalog
-    from unishard.formats.source import open_source
+    from unishard.formats.files.source import open_source
 
     try:
         source = open_source(path)

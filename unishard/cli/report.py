@@ -13,7 +13,7 @@ from unishard.errors import printable
 
 if TYPE_CHECKING:
     from unishard.formats import Item, Outcome
-    from unishard.formats.comparing import FieldRow
+    from unishard.formats.report.comparing import FieldRow
 from unishard.cli.text_report import LOUD, key_value, listed, needs_input, value_of, write_text
 
 _ORDER = (Fit.EXACT, Fit.EQUIVALENT, Fit.IGNORED, Fit.APPROXIMATE, Fit.NEEDS_INPUT, Fit.UNSUPPORTED)

@@ -17,8 +17,8 @@ from unishard.errors import in_one_line
 if TYPE_CHECKING:
     from unishard.contract.entries import Entry
     from unishard.formats import Item, Outcome
-    from unishard.formats.comparing import FieldRow
-    from unishard.formats.supplied import Supplied
+    from unishard.formats.beside.supplied import Supplied
+    from unishard.formats.report.comparing import FieldRow
 
 
 LOUD = (Fit.UNSUPPORTED, Fit.NEEDS_INPUT, Fit.APPROXIMATE)

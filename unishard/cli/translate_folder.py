@@ -16,7 +16,7 @@ from unishard.contract.rules import Fit
 from unishard.errors import in_one_line
 
 if TYPE_CHECKING:
-    from unishard.formats.surveying import ForeignConfig, FoundConfig, SkippedFile, UnreadableConfig
+    from unishard.formats.advice.surveying import ForeignConfig, FoundConfig, SkippedFile, UnreadableConfig
 
 _REFUSED = 1
 _ENGINE_OPEN = "does not say its engine, which its launcher chooses"
@@ -30,7 +30,7 @@ def look(folder: Path, to: str, *, as_json: bool) -> None:
         ConfigError: There is no such format.
     """
     from unishard.formats import catalog
-    from unishard.formats.surveying import ForeignConfig, FoundConfig, SkippedFile, UnreadableConfig, survey
+    from unishard.formats.advice.surveying import ForeignConfig, FoundConfig, SkippedFile, UnreadableConfig, survey
 
     catalog.target(to)
     seen = list(survey(folder, to))

@@ -41,7 +41,7 @@ class TranslateRequest(NamedTuple):
 
     def _with_effects(self, outcome: Outcome) -> Outcome:
         from unishard.formats import read
-        from unishard.formats.drop_effects import with_effects
+        from unishard.formats.advice.drop_effects import with_effects
 
         try:
             whole = read(self.source, self.from_, (), self.topology)
@@ -60,8 +60,8 @@ class TranslateRequest(NamedTuple):
         return self._replace(overrides=(*overrides, *further), drop=remedy.drop)
 
     def _remedy(self, *, only_drop: bool) -> Outcome | None:
-        from unishard.formats.remedies import remedy
-        from unishard.formats.source import open_source
+        from unishard.formats.advice.remedies import remedy
+        from unishard.formats.files.source import open_source
 
         return remedy(open_source(self.source), self.to, **self._said(), only_drop=only_drop)
 

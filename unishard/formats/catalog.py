@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, cast
 from unishard.contract import registry
 from unishard.contract.entries import Path
 from unishard.errors import BackendError, ConfigError, Problem
+from unishard.formats.files.source import Source, open_named
 from unishard.formats.format import Format
 from unishard.formats.markers import Coverage, by_markers, has
 from unishard.formats.other_tools import OtherTool, named
-from unishard.formats.source import Source, open_named
 
 _HYDRA = ("hydra", "_target_")
 """Keys of what Hydra runs or builds."""

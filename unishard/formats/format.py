@@ -13,11 +13,11 @@ from unishard.contract.entries import Entry, Key, Path
 from unishard.contract.render import RenderedDocument
 from unishard.contract.rules import Rule
 from unishard.errors import ConfigError
-from unishard.formats.documents import yaml_text
-from unishard.formats.launching import Launch
+from unishard.formats.files.documents import yaml_text
+from unishard.formats.files.source import Source
+from unishard.formats.launch.processes import Launch
 from unishard.formats.markers import Coverage, Markers, by_entries
-from unishard.formats.reading import ReadDocument, assemble
-from unishard.formats.source import Source
+from unishard.formats.reading.document import ReadDocument, assemble
 
 
 class Format:

@@ -12,21 +12,21 @@ from unishard.contract.render import RenderedDocument
 from unishard.contract.rules import Fit
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.formats import catalog
-from unishard.formats.comparing import FieldRow
-from unishard.formats.dropping import DroppedKey, check_used, drop_entries, drop_keys
-from unishard.formats.engine_choice import check_engine, check_understood
+from unishard.formats.beside.engine_choice import check_engine, check_understood
+from unishard.formats.engines.same import stays_with_engine
+from unishard.formats.files.source import Source, open_source
 from unishard.formats.format import Format
-from unishard.formats.items import Item, item_of, refused_overrides
-from unishard.formats.kept_keys import kept_keys
-from unishard.formats.own_words import in_own_words
-from unishard.formats.readback import Join, read_back
-from unishard.formats.reading import ReadDocument, assemble
-from unishard.formats.same_engine import stays_with_engine
-from unishard.formats.saved_files import carried, described, with_files
-from unishard.formats.source import Source, open_source
+from unishard.formats.reading.document import ReadDocument, assemble
+from unishard.formats.reading.dropping import DroppedKey, check_used, drop_entries, drop_keys
+from unishard.formats.report.comparing import FieldRow
+from unishard.formats.report.items import Item, item_of, refused_overrides
+from unishard.formats.report.readback import Join, read_back
+from unishard.formats.writing.kept_keys import kept_keys
+from unishard.formats.writing.own_words import in_own_words
+from unishard.formats.writing.saved_files import carried, described, with_files
 
 if TYPE_CHECKING:
-    from unishard.formats.supplied import Supplied
+    from unishard.formats.beside.supplied import Supplied
 
 
 class Outcome(NamedTuple):
@@ -122,7 +122,7 @@ def translate(
     reading, dropped = _read_without(source, from_, overrides, topology, drop)
     supplied = None
     if with_ is not None:
-        from unishard.formats.filling import filled  # few translations need it
+        from unishard.formats.beside.filling import filled  # few translations need it
 
         left = [pattern for pattern in drop if pattern not in {one.pattern for one in dropped}]
         reading, supplied, further = filled(reading, with_, overrides=overrides, topology=topology, to=to, drop=left)

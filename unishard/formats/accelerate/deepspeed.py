@@ -21,9 +21,9 @@ from unishard.contract.templates import is_placeholder
 from unishard.errors import ConfigError
 from unishard.formats.accelerate.entries import TOOL, block_of, dropped, overlooked, precision_of, refused
 from unishard.formats.accelerate.sequence import BLOCK, name_of, size_of
-from unishard.formats.engine_block import EngineBlock, SourceKey
+from unishard.formats.engines.block import EngineBlock, SourceKey
+from unishard.formats.files.source import Source, open_named
 from unishard.formats.names import names
-from unishard.formats.source import Source, open_named
 
 NAMES: Mapping[str, str] = {
     "zero_stage": "zero_optimization.stage",

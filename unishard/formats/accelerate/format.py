@@ -20,12 +20,12 @@ from unishard.formats.accelerate.rules import FSDP_RULES
 from unishard.formats.accelerate.script import launch_of
 from unishard.formats.accelerate.sequence import around
 from unishard.formats.accelerate.writing import expressed, for_trainer, text_of
-from unishard.formats.engine_block import SourceKey
+from unishard.formats.engines.block import SourceKey
+from unishard.formats.files.source import Source
 from unishard.formats.format import Format
-from unishard.formats.launching import Launch
+from unishard.formats.launch.processes import Launch
 from unishard.formats.names import names
-from unishard.formats.reading import ReadDocument
-from unishard.formats.source import Source
+from unishard.formats.reading.document import ReadDocument
 
 _BLOCK, _FILE = "deepspeed_config", "deepspeed_config_file"
 _BLOCKS = {"fsdp_config": "FSDP", _BLOCK: "DEEPSPEED"}

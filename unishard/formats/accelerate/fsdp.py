@@ -14,7 +14,7 @@ from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
 from unishard.formats.accelerate.entries import TOOL, block_of, dropped, overlooked, refused
 from unishard.formats.accelerate.sequence import name_of, size_of
-from unishard.formats.engine_block import EngineBlock, SourceKey
+from unishard.formats.engines.block import EngineBlock, SourceKey
 from unishard.formats.names import names
 
 NAMES: Mapping[str, str] = {

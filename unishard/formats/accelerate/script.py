@@ -17,7 +17,7 @@ from unishard.contract.rules import NO_KEY, Fit, Rule, approximate, is_, needs_i
 from unishard.formats.accelerate.deepspeed import LAUNCHER
 from unishard.formats.accelerate.entries import block_of
 from unishard.formats.accelerate.keys import PORT
-from unishard.formats.launching import Launch
+from unishard.formats.launch.processes import Launch
 
 _FILTERS = {"deepspeed_inclusion_filter": "those in", "deepspeed_exclusion_filter": "without"}
 

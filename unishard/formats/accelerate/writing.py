@@ -16,9 +16,9 @@ from unishard.formats.accelerate.deepspeed import FILE, NAMES, NO_FILE, opened
 from unishard.formats.accelerate.deepspeed_rules import DEEPSPEED_RULES, SAVE, SAVE_KEY
 from unishard.formats.accelerate.entries import NO_WORDS, block_of, kind_of, precision_of
 from unishard.formats.accelerate.rules import FSDP_RULES
-from unishard.formats.documents import yaml_text
-from unishard.formats.reading import ReadDocument
-from unishard.formats.source import Source
+from unishard.formats.files.documents import yaml_text
+from unishard.formats.files.source import Source
+from unishard.formats.reading.document import ReadDocument
 
 
 def for_trainer(source: Source) -> tuple[Mapping[str, Any], Path | None]:

@@ -10,11 +10,11 @@ from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.entries import Entry, KeyEffect, Path, Undecided
 from unishard.contract.render import RenderedDocument, render
-from unishard.formats.documents import json_text
+from unishard.formats.engines.same import without_unishards
+from unishard.formats.files.documents import json_text
+from unishard.formats.files.source import Source
 from unishard.formats.format import Format
-from unishard.formats.reading import ReadDocument, assemble
-from unishard.formats.same_engine import without_unishards
-from unishard.formats.source import Source
+from unishard.formats.reading.document import ReadDocument, assemble
 
 _BY_SCRIPT = ("training.micro_batch_size", "training.gradient_accumulation_steps", "training.gradient_clipping")
 """What transformers and Accelerate fill in; DeepSpeed itself refuses `"auto"` here."""

@@ -13,6 +13,7 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import NOTHING, DocumentValues, Entry, Key, KeyEffect, Undecided, interpret
 from unishard.contract.render import FieldResult, RenderedDocument
 from unishard.contract.rules import Fit, Rule
+from unishard.formats.files.source import Source
 from unishard.formats.format import Format
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.dialects import (
@@ -36,8 +37,7 @@ from unishard.formats.hf.sharding import BOTH, FIRST, known, replicated, sharded
 from unishard.formats.hf.zero import filled_from, partitioned, with_precedence
 from unishard.formats.markers import Coverage
 from unishard.formats.names import names
-from unishard.formats.reading import ReadDocument
-from unishard.formats.source import Source
+from unishard.formats.reading.document import ReadDocument
 
 _OWN_IN_FP32 = ("precision.matmul", "scheduler.name")
 _OWN_DEFAULTS = (*_OWN_IN_FP32, "precision.reduce", "precision.loss_scale_growth_interval")

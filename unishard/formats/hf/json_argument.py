@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.errors import ConfigError
-from unishard.formats.source import Source, open_named
+from unishard.formats.files.source import Source, open_named
 
 
 def opened(text: str, source: Source) -> Mapping[str, Any] | str:

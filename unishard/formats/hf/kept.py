@@ -13,8 +13,8 @@ from unishard.contract.rules import Fit
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.dialects import section_in
 from unishard.formats.hf.keys import ENGINES, KEYS, OLDER, RENAMED
-from unishard.formats.readback import same
-from unishard.formats.reading import ReadDocument
+from unishard.formats.reading.document import ReadDocument
+from unishard.formats.report.readback import same
 
 _ARGUMENTS = frozenset(KEYS).difference(ENGINES, OLDER)
 """Those that transformers has today."""

@@ -40,14 +40,14 @@ from unishard.contract.rules import (
     unsupported,
 )
 from unishard.errors import ConfigError, Problem
+from unishard.formats.engines.same import without_unishards
 from unishard.formats.hf.kept import with_arguments
 from unishard.formats.hf.loop import FSDP_ON, switched_on, without
 from unishard.formats.hf.optimizing import OPTIMIZING
 from unishard.formats.hf.saving import SAVING
 from unishard.formats.hf.sharding import BOTH
 from unishard.formats.names import each
-from unishard.formats.reading import ReadDocument
-from unishard.formats.same_engine import without_unishards
+from unishard.formats.reading.document import ReadDocument
 
 _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
 _ZERO_WORDS = ("sharding.", "precision.", "offload.", "communication.", "training.nonfinite", "native")

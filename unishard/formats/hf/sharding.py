@@ -12,11 +12,11 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import boolean
 from unishard.contract.rules import Fit
-from unishard.formats.engine_block import EngineBlock, SourceKey, combined
+from unishard.formats.engines.block import EngineBlock, SourceKey, combined
+from unishard.formats.files.source import Source
 from unishard.formats.hf.json_argument import opened
 from unishard.formats.hf.loop import FSDP, off
 from unishard.formats.names import names
-from unishard.formats.source import Source
 
 BOTH = names(
     "version reshard_after_forward cpu_offload auto_wrap_policy transformer_layer_cls_to_wrap min_num_params "

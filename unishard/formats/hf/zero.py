@@ -16,13 +16,13 @@ from unishard.contract.entries import Entry, KeyEffect, Undecided, Unreadable, l
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
-from unishard.formats.engine_block import EngineBlock, SourceKey
+from unishard.formats.beside.precedence import same_value
+from unishard.formats.engines.block import EngineBlock, SourceKey
+from unishard.formats.files.source import Source
 from unishard.formats.hf.accepted_values import VALUES
 from unishard.formats.hf.json_argument import opened
 from unishard.formats.hf.loop import DEEPSPEED, off
 from unishard.formats.names import names
-from unishard.formats.precedence import same_value
-from unishard.formats.source import Source
 
 _RATES = {
     "learning_rate": "optimizer.params.lr",

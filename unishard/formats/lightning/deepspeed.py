@@ -11,12 +11,12 @@ from typing import Any
 from unishard.contract.entries import Entry, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
-from unishard.formats.engine_block import EngineBlock, SourceKey
+from unishard.formats.engines.block import EngineBlock, SourceKey
+from unishard.formats.files.source import open_source
 from unishard.formats.lightning.precision import dtype_of, word_of
 from unishard.formats.lightning.rows import TIMEOUT, left, off
 from unishard.formats.lightning.strategy import Strategy
 from unishard.formats.names import ignored, names
-from unishard.formats.source import open_source
 
 ARGUMENTS: Mapping[str, Any] = {
     "zero_optimization": True,

@@ -8,8 +8,9 @@ from typing import Any
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, Key, KeyEffect, interpret, left_out
 from unishard.contract.rules import Fit
+from unishard.formats.files.source import Source
 from unishard.formats.format import Format
-from unishard.formats.launching import Launch
+from unishard.formats.launch.processes import Launch
 from unishard.formats.lightning import ddp, deepspeed, fsdp, model_parallel
 from unishard.formats.lightning.built import CLASS, short
 from unishard.formats.lightning.keys import BESIDE, REMOVED, TRAINER, counted
@@ -18,8 +19,7 @@ from unishard.formats.lightning.rows import ELSEWHERE, TOOL
 from unishard.formats.lightning.shape import Shape
 from unishard.formats.lightning.strategy import Strategy, strategy_in
 from unishard.formats.markers import Coverage, by_entries
-from unishard.formats.reading import ReadDocument
-from unishard.formats.source import Source
+from unishard.formats.reading.document import ReadDocument
 
 _OWN = left_out("LightningCLI hands it to a class of your training script")._replace(beyond_fields=True)
 

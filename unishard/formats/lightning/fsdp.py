@@ -11,7 +11,7 @@ from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.contract.entries import Entry, Key, KeyEffect, Unreadable
 from unishard.contract.rules import Fit
-from unishard.formats.engine_block import EngineBlock
+from unishard.formats.engines.block import EngineBlock
 from unishard.formats.lightning.built import built, short
 from unishard.formats.lightning.rows import TIMEOUT, UNSET, left, off
 from unishard.formats.lightning.strategy import Strategy

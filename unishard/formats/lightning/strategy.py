@@ -9,7 +9,7 @@ from unishard.config.describe import shown
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, Key, KeyEffect, Path, Unreadable, interpret
 from unishard.contract.rules import Fit
-from unishard.formats.engine_block import EngineBlock, SourceKey, combined
+from unishard.formats.engines.block import EngineBlock, SourceKey, combined
 from unishard.formats.lightning.built import ARGUMENTS, Built, built
 from unishard.formats.lightning.rows import ELSEWHERE, TOOL, UNSET
 from unishard.formats.lightning.shape import Shape

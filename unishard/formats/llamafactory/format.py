@@ -10,13 +10,13 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, left_out
 from unishard.contract.render import AUTO, FieldResult, RenderedDocument
 from unishard.contract.rules import NO_KEY, Fit
+from unishard.formats.files.source import Source
 from unishard.formats.hf.dialects import LLAMAFACTORY, MODE, SHARING
 from unishard.formats.hf.format import ScriptFormat, is_whole
 from unishard.formats.hf.loop import DEEPSPEED
 from unishard.formats.hf.quantizing import with_llamafactorys_words
 from unishard.formats.llamafactory.shipped import shipped_config, told
-from unishard.formats.reading import ReadDocument
-from unishard.formats.source import Source
+from unishard.formats.reading.document import ReadDocument
 
 _SWITCHES = {(DEEPSPEED, name, "enabled") for name in ("bf16", "fp16")}
 _RECOMPUTES = "activation_checkpointing"

@@ -10,8 +10,8 @@ from typing import Any
 
 from unishard.contract.entries import Entry
 from unishard.contract.rules import Fit
+from unishard.formats.files.source import Source, open_named
 from unishard.formats.hf.loop import DEEPSPEED
-from unishard.formats.source import Source, open_named
 
 
 @cache

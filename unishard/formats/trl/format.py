@@ -12,7 +12,7 @@ from unishard.formats.hf.format import ScriptFormat
 from unishard.formats.hf.loop import off
 from unishard.formats.hf.quantizing import with_trls_words
 from unishard.formats.names import names
-from unishard.formats.reading import ReadDocument
+from unishard.formats.reading.document import ReadDocument
 
 _KINDS: Mapping[float, tuple[str, ...]] = {
     1e-6: names(

@@ -21,12 +21,12 @@ from unishard.contract.render import FieldResult, RenderedDocument
 from unishard.contract.rules import Fit
 from unishard.contract.templates import placeholders_in
 from unishard.errors import ConfigError, Problem
-from unishard.formats.documents import inline_yaml, yaml_text
+from unishard.formats.files.documents import inline_yaml, yaml_text
+from unishard.formats.files.source import Source
 from unishard.formats.format import Format
-from unishard.formats.launching import Launch
+from unishard.formats.launch.processes import Launch
 from unishard.formats.markers import Coverage
-from unishard.formats.reading import ReadDocument, assemble, default_of
-from unishard.formats.source import Source
+from unishard.formats.reading.document import ReadDocument, assemble, default_of
 from unishard.version import __version__
 
 _LEAVES = [path for path, _ in leaves(Config)]

@@ -10,7 +10,7 @@ from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder, placeholders_in
 from unishard.errors import ConfigError
 from unishard.formats import Outcome, catalog
-from unishard.formats.readback import read_back, same
+from unishard.formats.report.readback import read_back, same
 from unishard.formats.verify.consumers import of_source, read_settings
 from unishard.formats.verify.settings import AUTO, KEPT, Effective, of_config
 

@@ -26,8 +26,8 @@ from unishard.errors import ConfigError, Problem
 from unishard.formats.accelerate.deepspeed import NO_FILE, opened
 from unishard.formats.accelerate.entries import block_of, precision_of
 from unishard.formats.accelerate.sequence import BLOCK
+from unishard.formats.files.source import Source, open_source
 from unishard.formats.hf.sequence import sharing_of
-from unishard.formats.source import Source, open_source
 
 __all__ = ["FILE", "agreed", "config_of", "shared_samples", "translated", "unsharded_in_one_process", "with_batch_size"]
 

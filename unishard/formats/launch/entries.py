@@ -11,8 +11,8 @@ from typing import Any
 from unishard.contract.entries import Entry, KeyEffect
 from unishard.contract.rules import Fit
 from unishard.contract.templates import placeholders_in
-from unishard.formats.launch_line import LaunchLine
-from unishard.formats.launching import Launch
+from unishard.formats.launch.line import LaunchLine
+from unishard.formats.launch.processes import Launch
 from unishard.formats.names import names
 
 _PORT = 29500

@@ -22,8 +22,8 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect, Undecided
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem, in_parts
-from unishard.formats.source import Source
-from unishard.formats.undecided import without_unused
+from unishard.formats.files.source import Source
+from unishard.formats.reading.undecided import without_unused
 
 _LEFT_OUT: Any = object()
 _BACKEND = "backend="

@@ -8,7 +8,7 @@ from typing import Any
 from unishard.config.nested import Native, merge
 from unishard.contract.entries import Path, Undecided
 from unishard.contract.render import RenderedDocument
-from unishard.formats.reading import ReadDocument
+from unishard.formats.reading.document import ReadDocument
 
 
 def kept_keys(reading: ReadDocument, written: RenderedDocument, renamed: Mapping[Path, tuple[str, Any]]) -> Native:

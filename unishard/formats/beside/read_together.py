@@ -7,11 +7,12 @@ from unishard.contract.entries import Entry, KeyEffect, Path
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.errors import in_parts
-from unishard.formats import catalog, launcher_config
-from unishard.formats.engine_choice import RECIPES
-from unishard.formats.precedence import same_value
-from unishard.formats.reading import ReadDocument
-from unishard.formats.supplied import Supplied, trainer
+from unishard.formats import catalog
+from unishard.formats.beside import launcher as launcher_config
+from unishard.formats.beside.engine_choice import RECIPES
+from unishard.formats.beside.precedence import same_value
+from unishard.formats.beside.supplied import Supplied, trainer
+from unishard.formats.reading.document import ReadDocument
 
 _ENGINES = ("deepspeed", "fsdp", "fsdp_config")
 """Arguments in which a script names the engine's config, which is the document itself."""

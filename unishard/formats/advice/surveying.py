@@ -11,10 +11,10 @@ from unishard.config import value_at
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, UnishardError
 from unishard.formats import catalog
-from unishard.formats.checking import check
-from unishard.formats.engine_choice import PLAIN, RECIPES, needs_engine
+from unishard.formats.advice.checking import check
+from unishard.formats.beside.engine_choice import PLAIN, RECIPES, needs_engine
+from unishard.formats.files.source import open_source
 from unishard.formats.other_tools import named
-from unishard.formats.source import open_source
 from unishard.formats.translating import Outcome, read, translate
 
 _SUFFIXES = frozenset({".yaml", ".yml", ".json", ".toml"})

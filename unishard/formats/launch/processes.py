@@ -9,7 +9,7 @@ from typing import Any
 
 from unishard.config.topology import Topology
 from unishard.contract.templates import placeholders_in
-from unishard.formats.launch_line import LaunchLine
+from unishard.formats.launch.line import LaunchLine
 
 
 @dataclass(frozen=True, slots=True)

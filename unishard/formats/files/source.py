@@ -15,7 +15,7 @@ from unishard.config.loading.text_file import text_of
 from unishard.config.loading.validation import Finding
 from unishard.config.loading.yaml_file import from_text
 from unishard.errors import ConfigError, Problem
-from unishard.formats.json_text import BrokenJson, looks_like_json, parse
+from unishard.formats.files.json_text import BrokenJson, looks_like_json, parse
 
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/|\t', re.DOTALL)
 _STATEMENT = re.compile(r"^[ \t]*\{%-?\s*(?:if|for|set|include|extends|macro|block)\b[^%\n]*%\}", re.MULTILINE)

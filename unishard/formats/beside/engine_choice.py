@@ -10,9 +10,9 @@ from unishard.config.nested import is_within
 from unishard.contract.entries import Entry
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem, in_parts
-from unishard.formats.dropping import DroppedKey
-from unishard.formats.items import Item
-from unishard.formats.reading import ReadDocument
+from unishard.formats.reading.document import ReadDocument
+from unishard.formats.reading.dropping import DroppedKey
+from unishard.formats.report.items import Item
 
 RECIPES = ("hf", "trl", "llamafactory")
 """Formats of TrainingArguments, whose engine may be chosen by a launcher outside the file."""

@@ -11,10 +11,10 @@ from unishard.contract.entries import Entry, Path, Undecided
 from unishard.contract.render import AUTO, FieldResult, RenderedDocument
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
-from unishard.formats.comparing import compare
 from unishard.formats.format import Format
-from unishard.formats.readback import read_back
-from unishard.formats.reading import ReadDocument
+from unishard.formats.reading.document import ReadDocument
+from unishard.formats.report.comparing import compare
+from unishard.formats.report.readback import read_back
 
 _Places = dict[Path, list[Entry]]
 _ABSENT: Any = object()

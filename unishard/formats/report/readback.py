@@ -15,11 +15,11 @@ from unishard.config.nested import Native, flat, is_within
 from unishard.contract.fallbacks import FALLBACKS
 from unishard.contract.render import AUTO, FieldResult
 from unishard.contract.rules import Fit, worst
-from unishard.formats.comparing import FieldRow, join
+from unishard.formats.files.source import Source
 from unishard.formats.format import Format
-from unishard.formats.items import SAME_DEFAULT, Item
-from unishard.formats.reading import ReadDocument
-from unishard.formats.source import Source
+from unishard.formats.reading.document import ReadDocument
+from unishard.formats.report.comparing import FieldRow, join
+from unishard.formats.report.items import SAME_DEFAULT, Item
 
 _CLOSE = 1e-9
 _CLIPPING = "training.gradient_clipping"

@@ -8,7 +8,7 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.contract.entries import Entry, KeyEffect, Undecided
 from unishard.contract.rules import Fit
-from unishard.formats.reading import ReadDocument
+from unishard.formats.reading.document import ReadDocument
 
 _COMPUTE, _REDUCE = "precision.compute", "precision.reduce"
 

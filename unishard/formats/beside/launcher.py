@@ -13,10 +13,10 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect
 from unishard.contract.rules import Fit
 from unishard.formats import catalog
-from unishard.formats.engine_choice import leaves_engine
-from unishard.formats.reading import ReadDocument
-from unishard.formats.source import Source, find_named
-from unishard.formats.supplied import Supplied
+from unishard.formats.beside.engine_choice import leaves_engine
+from unishard.formats.beside.supplied import Supplied
+from unishard.formats.files.source import Source, find_named
+from unishard.formats.reading.document import ReadDocument
 
 STAYS = "counts more than the file, and stays in the command"
 _ENGINE_STAYS = (

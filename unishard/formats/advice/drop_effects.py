@@ -9,9 +9,9 @@ from unishard.config.describe import shown
 from unishard.contract.entries import Entry, Undecided
 from unishard.contract.rules import Fit
 from unishard.errors import in_parts
-from unishard.formats.comparing import FieldRow, join
-from unishard.formats.readback import same
-from unishard.formats.reading import ReadDocument
+from unishard.formats.reading.document import ReadDocument
+from unishard.formats.report.comparing import FieldRow, join
+from unishard.formats.report.readback import same
 from unishard.formats.translating import Outcome
 
 _FIELDS = frozenset(path for path, _ in leaves(Config))

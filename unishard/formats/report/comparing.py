@@ -11,7 +11,7 @@ from unishard.contract.entries import Entry
 from unishard.contract.render import AUTO, FieldResult
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
-from unishard.formats.reading import ReadDocument
+from unishard.formats.reading.document import ReadDocument
 
 
 class Side(NamedTuple):

@@ -15,14 +15,14 @@ from unishard.config.topology import Topology
 from unishard.contract.entries import Entry
 from unishard.errors import ConfigError, Problem
 from unishard.formats import catalog
-from unishard.formats.dropping import DroppedKey, drop_keys
-from unishard.formats.engine_choice import RECIPES
-from unishard.formats.launch_entries import launch_entries
-from unishard.formats.launch_line import COMMAND, LaunchLine, launch_line, script_arguments, value_of_word
-from unishard.formats.launching import Launch, launch_of, with_hosts
+from unishard.formats.beside.engine_choice import RECIPES
+from unishard.formats.files.source import Source, find_named, open_source
+from unishard.formats.launch.entries import launch_entries
+from unishard.formats.launch.line import COMMAND, LaunchLine, launch_line, script_arguments, value_of_word
+from unishard.formats.launch.processes import Launch, launch_of, with_hosts
 from unishard.formats.names import names
-from unishard.formats.reading import ReadDocument
-from unishard.formats.source import Source, find_named, open_source
+from unishard.formats.reading.document import ReadDocument
+from unishard.formats.reading.dropping import DroppedKey, drop_keys
 
 _SURE = "per_device_train_batch_size"
 _ONLY_TRAINER = names(

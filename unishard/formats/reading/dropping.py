@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from unishard.contract.entries import Entry, KeyEffect, Path
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
-from unishard.formats.source import Source
+from unishard.formats.files.source import Source
 
 
 class DroppedKey(NamedTuple):

@@ -13,14 +13,15 @@ from unishard.contract.entries import Entry, KeyEffect, Undecided
 from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
-from unishard.formats import catalog, launcher_config
-from unishard.formats.dropping import DroppedKey, drop_entries
-from unishard.formats.engine_choice import RECIPES, engine_is_open
-from unishard.formats.joint_reading import read_together
-from unishard.formats.launching import Launch
-from unishard.formats.precedence import counting
-from unishard.formats.reading import ReadDocument, assemble
-from unishard.formats.supplied import Supplied, open_supplied
+from unishard.formats import catalog
+from unishard.formats.beside import launcher as launcher_config
+from unishard.formats.beside.engine_choice import RECIPES, engine_is_open
+from unishard.formats.beside.precedence import counting
+from unishard.formats.beside.read_together import read_together
+from unishard.formats.beside.supplied import Supplied, open_supplied
+from unishard.formats.launch.processes import Launch
+from unishard.formats.reading.document import ReadDocument, assemble
+from unishard.formats.reading.dropping import DroppedKey, drop_entries
 
 _FIELDS = frozenset(path for path, _ in leaves(Config))
 _BATCH, _WHOLE = "train_batch_size", "training.global_batch_size"

@@ -8,8 +8,8 @@ from pathlib import Path
 from unishard.config.topology import Topology
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
-from unishard.formats.checking import check
-from unishard.formats.source import Source
+from unishard.formats.advice.checking import check
+from unishard.formats.files.source import Source
 from unishard.formats.translating import Outcome, translate
 
 _INSTEAD: Mapping[str, tuple[str, ...]] = {

@@ -10,9 +10,9 @@ from unishard.config.nested import flat
 from unishard.contract.entries import Entry, KeyEffect
 from unishard.contract.render import FieldResult, RenderedDocument
 from unishard.contract.rules import NO_KEY, SCRIPT, Fit, worst
+from unishard.formats.engines.same import of_engine, stays_with_engine
 from unishard.formats.format import Format
-from unishard.formats.reading import ReadDocument
-from unishard.formats.same_engine import of_engine, stays_with_engine
+from unishard.formats.reading.document import ReadDocument
 
 _SET = "--set "
 

@@ -11,9 +11,9 @@ from unishard.config.nested import Native, merge, nested
 from unishard.contract.entries import Entry, Path
 from unishard.contract.render import FieldResult
 from unishard.contract.rules import Fit
-from unishard.formats.items import SAME_DEFAULT, Item
 from unishard.formats.names import each
-from unishard.formats.reading import ReadDocument
+from unishard.formats.reading.document import ReadDocument
+from unishard.formats.report.items import SAME_DEFAULT, Item
 
 _FULL = "state_dict_type"
 _GATHERS = "stage3_gather_16bit_weights_on_model_save"

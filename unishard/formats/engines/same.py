@@ -8,7 +8,7 @@ from unishard.config import value_at
 from unishard.config.nested import Native, flat, nested
 from unishard.contract.entries import Entry
 from unishard.contract.rules import Fit
-from unishard.formats.reading import ReadDocument
+from unishard.formats.reading.document import ReadDocument
 
 _ONLY_DECIDED = {
     "data_types.grad_accum_dtype": "precision.accumulate",

@@ -1,0 +1,1 @@
+"""What to do about a translation that is refused or changes the training."""

@@ -1,0 +1,1 @@
+"""What `--with` names beside a document, and which of the two decides what."""

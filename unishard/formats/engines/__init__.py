@@ -1,0 +1,1 @@
+"""An engine's own arguments inside the document of another tool."""

@@ -1,0 +1,1 @@
+"""How a config or a command starts its processes."""

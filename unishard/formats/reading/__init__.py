@@ -1,0 +1,1 @@
+"""From what a document says, entry by entry, to a config."""

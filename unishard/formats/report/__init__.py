@@ -1,0 +1,1 @@
+"""What became of each key: said, written, and what that means there."""
