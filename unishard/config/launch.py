@@ -10,6 +10,8 @@ from pydantic_core import PydanticCustomError
 
 from unishard.config.section import Section, refuse
 
+PORT = 29500
+"""At which hosts meet where none is said, as in torchrun and Accelerate."""
 _NODES = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OWN_OPTIONS = {

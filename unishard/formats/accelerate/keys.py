@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config.describe import shown
+from unishard.config.launch import PORT
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import boolean, drops, integer, one_of, refuses, rejected, text
 from unishard.contract.rules import Fit
@@ -37,8 +38,6 @@ _SAGEMAKER = names(
 _RANKS = "num_processes divided by num_machines"
 _ONE_HOST = "only used with several hosts; one host takes a free port"
 _BACKENDS = ("static", "c10d", "etcd-v2", "etcd")
-PORT = 29500
-"""Of the rendezvous, in Accelerate as in torchrun."""
 
 
 def _environment(value: Any, document: DocumentValues) -> KeyEffect:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unishard.config import Config
+from unishard.config.launch import PORT
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.fallbacks import FALLBACKS, noted
@@ -16,7 +17,6 @@ from unishard.contract.field_rows import exact, left_to_script, row, saved_by_sc
 from unishard.contract.rules import NO_KEY, Fit, Rule, approximate, is_, needs_input, unless
 from unishard.formats.accelerate.deepspeed import LAUNCHER
 from unishard.formats.accelerate.entries import block_of
-from unishard.formats.accelerate.keys import PORT
 from unishard.formats.launch.processes import Launch
 
 _FILTERS = {"deepspeed_inclusion_filter": "those in", "deepspeed_exclusion_filter": "without"}

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from unishard.config.launch import PORT
 from unishard.contract.entries import Entry, KeyEffect
 from unishard.contract.rules import Fit
 from unishard.contract.templates import placeholders_in
@@ -15,7 +16,6 @@ from unishard.formats.launch.line import LaunchLine
 from unishard.formats.launch.processes import Launch
 from unishard.formats.names import names
 
-_PORT = 29500
 _NUMBER = re.compile(r"\d+")
 _RANGE = re.compile(r"[1-9]\d*(:[1-9]\d*)?")
 _RENDEZVOUS = ("static", "c10d", "etcd-v2", "etcd")
@@ -101,7 +101,7 @@ def _endpoint(text: str, launch: Launch) -> KeyEffect:
             return _open(part, "launch.endpoint")
     if launch.address is None:
         return _left("the host is not said; set launch.endpoint")
-    return KeyEffect(fields={"launch.endpoint": f"{launch.address}:{launch.port or _PORT}"})
+    return KeyEffect(fields={"launch.endpoint": f"{launch.address}:{launch.port or PORT}"})
 
 
 def _rendezvous(text: str, launch: Launch) -> KeyEffect:
@@ -160,7 +160,7 @@ def _hosts(text: str, launch: Launch) -> KeyEffect:
         return _left("file not found: its hosts are unknown; set launch.nodes")
     fields = {"launch.nodes": launch.nodes, "launch.processes_per_node": launch.processes}
     if launch.nodes > 1 and not placeholders_in(launch.address):
-        fields["launch.endpoint"] = f"{launch.address}:{launch.port or _PORT}"
+        fields["launch.endpoint"] = f"{launch.address}:{launch.port or PORT}"
     return KeyEffect(fields=fields)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from unishard.config.launch import PORT
 from unishard.config.topology import Topology
 from unishard.contract.templates import placeholders_in
 from unishard.formats.launch.line import LaunchLine
@@ -49,7 +50,7 @@ class Launch:
     def _meeting(self, *, several: bool) -> list[str]:
         """Where the processes of several nodes meet."""
         if self.rendezvous is not None and several:
-            end = f" --rdzv-endpoint {self.address or 'HOST'}:{self.port or 29500}"
+            end = f" --rdzv-endpoint {self.address or 'HOST'}:{self.port or PORT}"
             return [f"--rdzv-backend {self.rendezvous}{end} --rdzv-id 1"]
         rank = f"--node-rank {'RANK' if self.node_rank is None else self.node_rank}" if several else ""
         address = f"--master-addr {self.address or 'HOST'}" if several else ""

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unishard.config import Config
+from unishard.config.launch import PORT
 from unishard.config.loading.hostfile import hosts_of
 from unishard.errors import ConfigError, Problem
 
-PORT = 29500
 _HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 """What torchrun passes on to the ranks unless `--signals-to-handle` says otherwise (torch 2.13, distributed/run.py)."""
 # With restarts each life of the ranks gets a store of its own (TORCH_DISABLE_SHARE_RDZV_TCP_STORE). torch 2.13
