@@ -1,4 +1,4 @@
-"""Two sides beside each other: medians of paired ratios, and how far two curves are apart."""
+"""Two sides beside each other: medians of paired ratios."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["deviation", "paired", "ranged"]
+__all__ = ["paired", "ranged"]
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
@@ -18,12 +18,6 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
     margin = 1.96 * math.sqrt(len(ratios)) / 2
     low, high = (ratios[min(len(ratios) - 1, max(0, round(len(ratios) / 2 + sign * margin)))] for sign in (-1, 1))
     return {"ratio": statistics.median(ratios), "low": low, "high": high, "pairs": len(ratios)}
-
-
-def deviation(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest relative difference of two curves; infinite where a loss is not finite."""
-    apart = [abs(own - other) / abs(other) for own, other in zip(losses, reference, strict=True)]
-    return max(each if math.isfinite(each) else math.inf for each in apart)
 
 
 def ranged(found: Mapping[str, Any], digits: int) -> str:

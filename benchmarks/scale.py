@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dev.pages.markdown import table
 from unishard.checkpoint import tensor_reader, writing
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import Planning, RankResult
@@ -262,13 +263,10 @@ def saved_and_found(world: int, names: list[str]) -> Row:
 # -- output ----------------------------------------------------------------------------------------
 
 
-def table(rows: dict[int, Row]) -> str:
+def written(rows: dict[int, Row]) -> str:
     """Markdown: a line for each quantity, a column for each number of ranks."""
-    lines = ["| | " + " | ".join(f"{world:,} ranks" for world in rows) + " |", "|---" * (len(rows) + 1) + "|"]
-    for name in next(iter(rows.values())):
-        values = [row[name] for row in rows.values()]
-        lines.append(f"| {name} | " + " | ".join(map(_text, values)) + " |")
-    return "\n".join(lines)
+    lines = ((name, *(_text(row[name]) for row in rows.values())) for name in next(iter(rows.values())))
+    return table(("", *(f"{world:,} ranks" for world in rows)), lines)
 
 
 def _text(value: float) -> str:
@@ -313,7 +311,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="write an SVG here")
     arguments = parser.parse_args()
     rows = {world: agreement(world) | watch(world) | checkpoint(world, arguments.chunks) for world in arguments.ranks}
-    print(table(rows))
+    print(written(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
     if arguments.picture:

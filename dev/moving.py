@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 import unishard
+from dev.pages.markdown import table
+from dev.ranks.judging import deviation
 from unishard.config import Config
 from unishard.testing import run_ranks
 from unishard.testing.models import llama
@@ -70,13 +72,9 @@ def measure(precision: str, sizes: Mapping[str, Any] = SIZES, updates: int = UPD
     return Move(
         parameters,
         stages,
-        [_deviation(stage.losses, stayed.losses[part]) for stage, part in zip(stages, parts, strict=True)],
-        [_deviation(stage.norms, stayed.norms[part]) for stage, part in zip(stages, parts, strict=True)],
+        [deviation(stage.losses, stayed.losses[part]) for stage, part in zip(stages, parts, strict=True)],
+        [deviation(stage.norms, stayed.norms[part]) for stage, part in zip(stages, parts, strict=True)],
     )
-
-
-def _deviation(some: Sequence[float], others: Sequence[float]) -> float:
-    return max(abs(one - other) / abs(other) for one, other in zip(some, others, strict=True))
 
 
 def _train(
@@ -129,7 +127,9 @@ def _batch(sizes: Mapping[str, Any], update: int, turn: int, rank: int) -> dict[
 
 def page(moves: Mapping[str, Move]) -> str:
     """The page in Markdown, with a move by the precision of its run."""
-    return "\n".join([_introduction(moves), *_table(moves), "", _ELSEWHERE])
+    rows = (row for precision, move in moves.items() for row in _rows(precision, move))
+    columns = ("precision", "on", "losses", "norms", "load", "save", "checkpoint")
+    return "\n".join([_introduction(moves), table(columns, rows), "", _ELSEWHERE])
 
 
 def _introduction(moves: Mapping[str, Move]) -> str:
@@ -153,15 +153,11 @@ run that stayed on {STAGES[0][0]} {STAGES[0][1]}: the largest relative deviation
 """
 
 
-def _table(moves: Mapping[str, Move]) -> Iterator[str]:
-    yield "| precision | on | losses | norms | load | save | checkpoint |\n|---|---|---|---|---|---|---|"
-    for precision, move in moves.items():
-        for number, (on, stage) in enumerate(zip(STAGES, move.stages, strict=True)):
-            load = f"{stage.load:.2f} s" if number else ""
-            yield (
-                f"| {precision} | {' '.join(on)} | {move.losses[number]:.0e} | {move.norms[number]:.0e} | {load} | "
-                f"{stage.save:.2f} s | {stage.saved / 2**20:.0f} MiB |"
-            )
+def _rows(precision: str, move: Move) -> Iterator[tuple[str, ...]]:
+    for number, (on, stage) in enumerate(zip(STAGES, move.stages, strict=True)):
+        apart = (f"{move.losses[number]:.0e}", f"{move.norms[number]:.0e}")
+        load = f"{stage.load:.2f} s" if number else ""
+        yield precision, " ".join(on), *apart, load, f"{stage.save:.2f} s", f"{stage.saved / 2**20:.0f} MiB"
 
 
 _ELSEWHERE = """A run of your own script on DeepSpeed begins here too: `unishard translate ds_config.json --to unishard` writes the config

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
+from dev.pages.markdown import table
 from unishard.contract.tolerances import TOLERANCES
 from unishard.testing.cells import BACKENDS, STRATEGIES
 from unishard.testing.resuming import AFTER, BEFORE, Pair, ResumedRun, Resumption, holds, measure
@@ -47,12 +48,8 @@ def every_pair(precision: str) -> list[Pair]:
 
 def page(results: Mapping[Pair, Resumption]) -> str:
     """The page in Markdown."""
-    blocks = [
-        _introduction(results),
-        *(block for precision in _PRECISIONS for block in _table(precision, results)),
-        *_beyond(results),
-    ]
-    return "\n".join(blocks).rstrip() + "\n"
+    tables = [f"## {precision}\n\n{_table(precision, results)}" for precision in _PRECISIONS]
+    return "\n\n".join([_introduction(results), *tables, "## Beyond the bounds", *_beyond(results)]) + "\n"
 
 
 def _introduction(results: Mapping[Pair, Resumption]) -> str:
@@ -73,30 +70,24 @@ ranks. The checkpoint is in the middle of an epoch, and the resumed model starts
   every tensor of the model and of the optimizer. `load(verify="bits")` compared them before.
 - The tables show the largest relative deviation of the first three losses / of all {AFTER} losses, over all pairs of numbers of ranks.
   The engines sum the same gradients in another order, a difference of 1e-7. In bf16 this sometimes rounds a weight to the neighboring
-  number, 2^-8 away, as between two runs that are not interrupted ([parity.md](parity.md)).
-"""
+  number, 2^-8 away, as between two runs that are not interrupted ([parity.md](parity.md))."""
 
 
-def _table(precision: str, results: Mapping[Pair, Resumption]) -> Iterator[str]:
+def _table(precision: str, results: Mapping[Pair, Resumption]) -> str:
     kinds = list(product(BACKENDS, STRATEGIES))
-    yield f"## {precision}\n"
-    yield "| saved by, resumed by | " + " | ".join(f"{backend} {strategy}" for backend, strategy in kinds) + " |"
-    yield "|---|" + "---|" * len(kinds)
-    for saved in kinds:
-        cells = []
-        for resumed in kinds:
-            inside = [
-                resumption
-                for pair, resumption in results.items()
-                if _is(pair.saved, saved, precision) and _is(pair.resumed, resumed, precision)
-            ]
-            cells.append(
-                f"{max(resumption.first_losses for resumption in inside):.0e} / {max(resumption.losses for resumption in inside):.0e}"
-                if inside
-                else ""
-            )
-        yield f"| {' '.join(saved)} | " + " | ".join(cells) + " |"
-    yield ""
+    rows = ((" ".join(saved), *(_cell(precision, results, saved, resumed) for resumed in kinds)) for saved in kinds)
+    return table(("saved by, resumed by", *map(" ".join, kinds)), rows)
+
+
+def _cell(precision: str, results: Mapping[Pair, Resumption], saved: tuple[str, str], resumed: tuple[str, str]) -> str:
+    inside = [
+        resumption
+        for pair, resumption in results.items()
+        if _is(pair.saved, saved, precision) and _is(pair.resumed, resumed, precision)
+    ]
+    return (
+        f"{max(each.first_losses for each in inside):.0e} / {max(each.losses for each in inside):.0e}" if inside else ""
+    )
 
 
 def _is(run: ResumedRun, kind: tuple[str, str], precision: str) -> bool:
@@ -104,7 +95,6 @@ def _is(run: ResumedRun, kind: tuple[str, str], precision: str) -> bool:
 
 
 def _beyond(results: Mapping[Pair, Resumption]) -> Iterator[str]:
-    yield "## Beyond the bounds\n"
     bounds = "; ".join(
         f"{precision}: {TOLERANCES[precision].first_losses:.0e} and {TOLERANCES[precision].losses:.0e}"
         for precision in _PRECISIONS
@@ -112,13 +102,11 @@ def _beyond(results: Mapping[Pair, Resumption]) -> Iterator[str]:
     beyond = [(pair, resumption) for pair, resumption in results.items() if not holds(pair, resumption)]
     yield (
         f"The bounds for the first three losses and for all of them: {bounds}. {len(beyond)} of {len(results)} pairs "
-        "are beyond them.\n"
+        "are beyond them."
     )
     if beyond:
-        yield "| pair | first three losses | all losses |\n|---|---|---|"
-        yield from (
-            f"| {pair} | {resumption.first_losses:.1e} | {resumption.losses:.1e} |" for pair, resumption in beyond
-        )
+        rows = ((str(pair), f"{each.first_losses:.1e}", f"{each.losses:.1e}") for pair, each in beyond)
+        yield table(("pair", "first three losses", "all losses"), rows)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -8,17 +8,13 @@ from collections.abc import Iterator, Sequence
 from benchmarks.first_step.phases import PHASES, until_the_first
 from benchmarks.machine import about
 from dev.measured import Json, Measured
-from dev.pages.markdown import table
+from dev.pages.markdown import line, table
 
 __all__ = ["MEASURED", "compiled_result", "line_of", "section", "start_result"]
 
 REFERENCE = "by hand"
-_COLUMNS = (
-    *("ranks", "engine", "loop", *PHASES[:-1], "together", "/ by hand", "CPU", "/ by hand", "step 2", "starts"),
-)
-_COMPILED = (
-    *("ranks", "engine", "step 1", "compiled", "compiler", "from torch's cache", "compiler", "step 2, compiled"),
-)
+_COLUMNS = ("ranks", "engine", "loop", *PHASES[:-1], "together", "/ by hand", "CPU", "/ by hand", "step 2", "starts")
+_COMPILED = ("ranks", "engine", "step 1", "compiled", "compiler", "from torch's cache", "compiler", "step 2, compiled")
 
 
 def start_result(world: int, engine: str, name: str, rounds: Sequence[dict[str, dict[str, float]]]) -> Json:
@@ -62,7 +58,7 @@ def section(results: Json) -> str:
 
 def line_of(start: Json) -> str:
     """For the terminal."""
-    return f"| {' | '.join(_row(start))} |"
+    return line(_row(start))
 
 
 def _row(start: Json) -> tuple[str, ...]:

@@ -15,10 +15,11 @@ from importlib.metadata import version
 from typing import Any
 
 from benchmarks.frameworks.cases import CASES, FRAMEWORKS
-from benchmarks.frameworks.page import MEASURED, line_of, result_of
+from benchmarks.frameworks.page import COLUMNS, MEASURED, line_of, result_of
 from benchmarks.frameworks.turns import take_turns
 from benchmarks.machine import machine
 from benchmarks.peers.turns import Turns
+from dev.pages.markdown import table
 from unishard.testing import run_ranks
 
 LEAST, MOST = 8, 300
@@ -46,6 +47,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         if case.model in (given.framework or FRAMEWORKS) and case.engine in (given.engine or (case.engine,))
     ]
     results: dict[str, Any] = {"machine": about, "cells": []}
+    print(table(COLUMNS))
     for at, case in enumerate(cases):
         seconds = (given.seconds - (time.monotonic() - begun)) / (len(cases) - at)
         plan = Turns(seconds, LEAST, MOST)

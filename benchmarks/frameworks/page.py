@@ -8,11 +8,12 @@ from typing import Any
 
 from benchmarks.frameworks.turns import Side
 from benchmarks.machine import about
-from benchmarks.ratios import deviation, paired, ranged
+from benchmarks.ratios import paired, ranged
 from dev.measured import Json, Measured
-from dev.pages.markdown import table
+from dev.pages.markdown import line, table
+from dev.ranks.judging import deviation
 
-__all__ = ["GOAL", "MEASURED", "line_of", "result_of", "section", "sentence"]
+__all__ = ["COLUMNS", "GOAL", "MEASURED", "line_of", "result_of", "section", "sentence"]
 
 GOAL = 1.0
 """At most so long is an update on unishard, relative to the framework's own: the median of the cells."""
@@ -21,7 +22,7 @@ BOUND = 1e-6
 COMPARED = 20
 """The losses of so many updates, as in the conformance suite: later, rounding of sums grows with each update."""
 NAMES = {"accelerate": "Accelerate", "trainer": "Trainer", "lightning": "Lightning's Trainer", "fabric": "Fabric"}
-_COLUMNS = (
+COLUMNS = (
     *("framework", "engine", "strategy", "own, ms", "unishard, ms", "unishard / own", "pairs"),
     *("calls, own", "calls, unishard", "of them unishard's"),
 )
@@ -61,7 +62,7 @@ def section(results: Json) -> str:
             f"{max(cell['deviation'] for cell in usable):.0e}.",
             "",
         ]
-    lines += [table(_COLUMNS, map(_row, cells)), *(f"\n{said(cell)}" for cell in cells if void(cell))]
+    lines += [table(COLUMNS, map(_row, cells)), *(f"\n{said(cell)}" for cell in cells if void(cell))]
     return "\n".join(lines)
 
 
@@ -97,7 +98,7 @@ def said(cell: Json) -> str:
 
 def line_of(cell: Json) -> str:
     """For the terminal."""
-    return f"| {' | '.join(_row(cell))} |" + (f" {said(cell)}" if void(cell) else "")
+    return line(_row(cell)) + (f" {said(cell)}" if void(cell) else "")
 
 
 MEASURED = Measured(

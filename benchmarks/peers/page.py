@@ -10,9 +10,10 @@ from typing import Any
 
 from benchmarks.machine import about
 from benchmarks.peers.cell import Cell
-from benchmarks.ratios import deviation, paired, ranged
+from benchmarks.ratios import paired, ranged
 from dev.measured import Json, Measured
 from dev.pages.markdown import table
+from dev.ranks.judging import deviation
 from unishard.contract.tolerances import TOLERANCES
 
 GOALS = {"by hand": 1.0, "Accelerate": 0.95}

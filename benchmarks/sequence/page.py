@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks.machine import about
-from benchmarks.ratios import deviation, ranged
+from benchmarks.ratios import ranged
 from dev.measured import Json, Measured
-from dev.pages.markdown import table
+from dev.pages.markdown import line, table
+from dev.ranks.judging import deviation
 
 if TYPE_CHECKING:
     from benchmarks.sequence.measuring import Updates
@@ -77,7 +78,7 @@ def said(cell: Json) -> str:
 
 def line_of(cell: Json) -> str:
     """For the terminal."""
-    return f"| {' | '.join(_row(cell))} |" + (f" {said(cell)}" if void(cell) else "")
+    return line(_row(cell)) + (f" {said(cell)}" if void(cell) else "")
 
 
 MEASURED = Measured("sequence", "benchmarks/sequence/measured.json", {"docs/performance.md": section})

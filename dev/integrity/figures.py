@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dev.measured import Json
+
 PARTS = {
     "directory": "making the new directory",
     "tensors": "tensors",
@@ -32,8 +34,6 @@ PHASES = {
 }
 """Of a life, as `killing.py` calls them, and on the page."""
 _ENDS = "One rank ends"
-
-Json = dict[str, Any]
 
 
 def cut_off(played: Iterable[tuple[str, bool, bool]], slowest: float, full: Sequence[bool]) -> Json:

@@ -6,11 +6,11 @@ anew from what is kept and measures nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
-from dev.integrity.figures import PARTS, PHASES, Json, causes
-from dev.measured import Measured
+from dev.integrity.figures import PARTS, PHASES, causes
+from dev.measured import Json, Measured
 from dev.pages.markdown import table
 from dev.pages.rows import rows
 
@@ -20,11 +20,11 @@ def record(part: str, figures: Json) -> None:
     MEASURED.keep(MEASURED.kept() | {part: {"date": datetime.now(UTC).strftime("%Y-%m-%d"), **figures}})
 
 
-def section(kept: Json, faults: Iterable[tuple[str, Sequence[str]]] | None = None) -> str:
-    """The generated part of the page, by default with the seconds of docs/reliability.md."""
+def section(kept: Json) -> str:
+    """The generated part of the page: what is kept, and the seconds of docs/reliability.md."""
     parts = {"saves": _saves, "runs": _runs, "files": _files}
     blocks = [block for name, said in parts.items() if name in kept for block in said(kept[name])]
-    return "\n\n".join([*blocks, *_causes(causes(rows("reliability.md") if faults is None else faults))])
+    return "\n\n".join([*blocks, *_causes(causes(rows("reliability.md")))])
 
 
 def _saves(found: Json) -> Iterator[str]:

@@ -17,10 +17,14 @@ def code(value: Any) -> str:
     return f"`{json.dumps(value)}`" if not isinstance(value, str) else f"`{value}`"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]] = ()) -> str:
     """Format a table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in lines)
+    return "\n".join(map(line, (header, ["---"] * len(header), *rows)))
+
+
+def line(cells: Sequence[str]) -> str:
+    """Format one line of a table."""
+    return f"| {' | '.join(map(_escaped, cells))} |"
 
 
 def _escaped(cell: str) -> str:

@@ -24,8 +24,8 @@ def _locals(tensor: Tensor) -> Iterator[Tensor]:
     yield tensor.data
     if hasattr(tensor, "ds_tensor"):
         yield tensor.ds_tensor.data
-    if getattr(tensor, "ds_secondary_tensor", None) is not None:
-        yield tensor.ds_secondary_tensor.data
+    if (secondary := getattr(tensor, "ds_secondary_tensor", None)) is not None:
+        yield secondary.data
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -79,7 +79,7 @@ class Interception:
     def __init__(self, act: Callable[[Event], None] = lambda event: None) -> None:
         self.act = act
         self._open, self._fsync = io.open, os.fsync
-        io.open = self._opening  # type: ignore[assignment]  # that is what pathlib calls
+        io.open = self._opening  # that is what pathlib calls
         os.fsync = self._syncing  # type: ignore[assignment]
         for name in _COLLECTIVES:
             setattr(dist, name, self._around(name, getattr(dist, name)))

@@ -1,12 +1,13 @@
-"""What came of it: an error, a line of a log, a checkpoint on the disk."""
+"""What came of it: an error, a line of a log, a curve, a checkpoint on the disk."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def deviation(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest relative difference of two curves; infinite where a loss is not finite."""
+    apart = [abs(own - other) / abs(other) for own, other in zip(losses, reference, strict=True)]
+    return max(each if math.isfinite(each) else math.inf for each in apart)
 
 
 def steps(folder: str | Path) -> list[int]:

@@ -40,7 +40,8 @@ class Block(nn.Module):
         self.down = nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(functional.gelu(self.up(x)))
+        added: torch.Tensor = x + self.down(functional.gelu(self.up(x)))
+        return added
 
 
 class Countable(nn.Module):
@@ -77,12 +78,12 @@ class Event(NamedTuple):
     dtype: str
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every collective that passes torch's dispatcher, whoever calls it, also from autograd and from DDP's C++
     reducer."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.phase = ""
         self.events: list[Event] = []
 
@@ -107,7 +108,8 @@ class Indexed(nn.Module):
         self.rest = Countable()
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> MlpOutput:
-        return self.rest(x + self.table(labels), labels)
+        found: MlpOutput = self.rest(x + self.table(labels), labels)
+        return found
 
 
 TABLE = 48

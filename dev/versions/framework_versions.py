@@ -18,47 +18,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
+from dev.versions.frameworks import TESTS, VERSIONS, read
+from dev.versions.page import write
 from dev.versions.sets import ROOT
 
-__all__ = ["TESTS", "VERSIONS", "pinned", "read"]
-
-TESTS = {
-    "accelerate": ("tests/integrations/test_on_accelerate.py", "tests/integrations/test_more_on_accelerate.py"),
-    "transformers": ("tests/integrations/test_on_trainer.py",),
-    "trl": ("tests/integrations/test_on_trl.py",),
-    "lightning": ("tests/integrations/test_on_lightning.py", "tests/integrations/test_on_fabric.py"),
-    "ray": ("tests/ranks/test_ray_train.py",),
-}
-VERSIONS = ("accelerate==1.8.0", "lightning==2.6.0", "ray==2.51.0")
-"""The floors of pyproject.toml that are older than what constraints.txt pins, with which the whole suite runs."""
 _SECONDS = 3600
-
-
-def read(folder: Path) -> list[dict[str, Any]]:
-    """The results, in the order of TESTS and of their versions."""
-    path = folder / "frameworks.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    return sorted(found, key=lambda row: ([*TESTS].index(row["framework"]), _numbers(row["version"])))
-
-
-def pinned() -> str:
-    """The frameworks that constraints.txt pins, in words."""
-    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    pins = dict(re.findall(r"^(\w+)==(\S+)$", text, re.MULTILINE))
-    return ", ".join(f"{name} {pins[name]}" for name in TESTS if name in pins)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run what the command line asks for; 1 when anything was wrong."""
-    from dev.versions.page import write
-
     parser = argparse.ArgumentParser()
     parser.add_argument("packages", nargs="*", default=VERSIONS, help="such as accelerate==1.8.0")
     parser.add_argument("--path", action="append", default=[], help="folders that have the packages")
@@ -91,12 +65,13 @@ def measure(package: str, folders: Sequence[str]) -> dict[str, Any]:
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS[name]],
             cwd=ROOT, env=environ, capture_output=True, text=True, timeout=_SECONDS,
         )  # fmt: skip
-    return {"framework": name, "version": wanted, "torch": told[1].partition("+")[0]} | counts(done.stdout) | {
+    row: dict[str, Any] = {"framework": name, "version": wanted, "torch": told[1].partition("+")[0]}
+    return row | counts(done.stdout) | {
         "date": datetime.now().date().isoformat(), "seconds": round(time.monotonic() - begun)
     }  # fmt: skip
 
 
-def counts(output: str) -> Mapping[str, Any]:
+def counts(output: str) -> dict[str, Any]:
     """How many tests passed, and what was wrong, from the last lines of pytest."""
     last = output.strip().splitlines()[-1] if output.strip() else ""
     passed = re.search(r"(\d+) passed", last)
@@ -122,10 +97,6 @@ def _installed(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return ""
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(each) for each in re.findall(r"\d+", text)]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dev.versions.environments import NotInstallable, environment
-from dev.versions.page import write
+from dev.versions.page import judged, write
 from dev.versions.running_pieces import run_piece
 from dev.versions.sets import ROOT, SETS, VersionSet
 
@@ -92,20 +92,12 @@ def _wrong(pieces: dict[str, dict[str, Any]]) -> list[str]:
     """The pieces in which something is wrong, and how much of each."""
     lines = []
     for name, piece in pieces.items():
-        parts = list(_parts(piece["found"]))
-        broken = [part for part in parts if part["wrong"]]
+        wrong = [bool(facts["wrong"]) for _, facts in judged(piece["found"])]
         if piece["wrong"]:
             lines.append(f"{name}: {piece['wrong']}")
-        elif broken:
-            lines.append(f"{name}: {len(broken)} of {len(parts)} wrong")
+        elif any(wrong):
+            lines.append(f"{name}: {sum(wrong)} of {len(wrong)} wrong")
     return lines
-
-
-def _parts(found: Any) -> list[dict[str, Any]]:
-    """The leaves of what a piece found that say whether they are wrong."""
-    if not isinstance(found, dict):
-        return []
-    return [found] if "wrong" in found else [part for each in found.values() for part in _parts(each)]
 
 
 def misfits(version_set: VersionSet, versions: dict[str, str | None]) -> str:

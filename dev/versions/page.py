@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dev.pages.markdown import table
-from dev.versions import framework_versions
+from dev.versions import frameworks as of_frameworks
 from dev.versions.sets import SETS
 
-__all__ = ["page", "read", "write"]
+__all__ = ["judged", "page", "read", "write"]
 
 _PACKAGES = ("python", "torch", "deepspeed", "transformers", "numpy", "pydantic")
 _ENGINES = (("fsdp", "fp32"), ("fsdp", "bf16"), ("deepspeed", "fp32"), ("deepspeed", "bf16"))
@@ -49,7 +49,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 def write(folder: Path) -> None:
     """Write the page anew from the results beside it."""
-    found = read(folder / "versions"), framework_versions.read(folder / "versions")
+    found = read(folder / "versions"), of_frameworks.read(folder / "versions")
     (folder / "versions.md").write_text(page(*found), encoding="utf-8")
 
 
@@ -72,9 +72,9 @@ def page(results: Sequence[Mapping[str, Any]], frameworks: Sequence[Mapping[str,
             (row["framework"], row["version"], row["torch"], str(row["passed"]), row["wrong"], row["date"])
             for row in frameworks
         )
-        blocks += ["## Frameworks", _FRAMEWORKS.strip().format(pinned=framework_versions.pinned()), table(header, rows)]
+        blocks += ["## Frameworks", _FRAMEWORKS.strip().format(pinned=of_frameworks.pinned()), table(header, rows)]
         run = {f"{row['framework']}=={row['version']}" for row in frameworks}
-        if missing := [each for each in framework_versions.VERSIONS if each not in run]:
+        if missing := [each for each in of_frameworks.VERSIONS if each not in run]:
             what = f"`python -m dev.versions.framework_versions {' '.join(missing)}`"
             blocks.append(f"Not run yet: {', '.join(missing)}; run {what}.")
     wrong = [line for result in results for line in _troubles(result)]
@@ -151,7 +151,7 @@ def _troubles(result: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         if piece["wrong"]:
             yield result["name"], name, piece["wrong"]
         broken: dict[str, list[str]] = {}
-        for part, facts in _parts(piece["found"]):
+        for part, facts in judged(piece["found"]):
             if facts["wrong"]:
                 broken.setdefault(facts["wrong"], []).append(part)
         for wrong, parts in broken.items():  # one cause often breaks many
@@ -161,7 +161,7 @@ def _troubles(result: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
                 yield result["name"], f"probe {case}", f"no longer there: {', '.join(missing)}"
 
 
-def _parts(found: Any, path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+def judged(found: Any, path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The parts of what a piece found that say whether they are wrong, by what leads to them."""
     if not isinstance(found, dict):
         return
@@ -169,4 +169,4 @@ def _parts(found: Any, path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]
         yield path.strip(), found
         return
     for name, inner in found.items():
-        yield from _parts(inner, f"{path} {name}")
+        yield from judged(inner, f"{path} {name}")

@@ -27,7 +27,7 @@ def tables(text: str) -> dict[str, dict[str, list[str]]]:
         rows = [[part.strip() for part in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
         if precision in TOLERANCES:
             assert rows[0][1:] == KINDS
-            found[precision] = {name: cells for name, *cells in rows[1:]}
+            found[precision] = {name: cells for name, *cells in rows[2:]}
     return found
 
 

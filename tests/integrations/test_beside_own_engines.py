@@ -3,15 +3,11 @@ update calls."""
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from unishard.testing import run_ranks
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # `benchmarks` is no part of the wheel
 
 if not all(map(find_spec, ("accelerate", "lightning", "transformers"))):
     pytest.skip("a framework is not installed", allow_module_level=True)
@@ -19,7 +15,7 @@ if not all(map(find_spec, ("accelerate", "lightning", "transformers"))):
 from benchmarks.frameworks.cases import CASES
 from benchmarks.frameworks.turns import take_turns
 from benchmarks.peers.turns import Turns
-from benchmarks.ratios import deviation
+from dev.ranks.judging import deviation
 
 pytestmark = pytest.mark.ranks
 

@@ -25,7 +25,7 @@ def test_saves_that_were_cut_off_are_counted_by_their_part():
         ("gather_object", False, True),
         ("latest", True, True),
     ]
-    text = section({"saves": TODAY | cut_off(played, 2.5, [True, False])}, [])
+    text = section({"saves": TODAY | cut_off(played, 2.5, [True, False])})
     assert "| tensors | 2 | 1 | 0 | 1 |" in text
     assert "| messages between the ranks | 1 | 1 | 0 | 0 |" in text
     assert "| naming it as the newest | 1 | 0 | 1 | 0 |" in text
@@ -40,7 +40,7 @@ def test_kills_of_runs_are_counted_by_their_phase():
         kill | {"lost": 3, "cause": 1.5, "wrong": ["a rank lives on"]},
         kill | {"phase": "prepare", "cause": None},
     ]
-    text = section({"runs": TODAY | killed(kills)}, [])
+    text = section({"runs": TODAY | killed(kills)})
     assert "| updates | 2 | 1 | 3 | 1.0, at most 1.5 | 9.0, at most 9.0 |" in text
     assert "| `prepare` | 1 | 0 | 1 |  | 9.0, at most 9.0 |" in text
 
@@ -48,7 +48,7 @@ def test_kills_of_runs_are_counted_by_their_phase():
 def test_damage_is_counted_once_whatever_the_number_of_ranks():
     found = Outcome("a", "flip", (0.5, 3), True, True, 0.25)
     missed = Outcome("b", "flip", (0.5, 3), True, False, 0.75)
-    text = section({"files": TODAY | damaged_files({"fsdp": [found, missed, found, missed]})}, [])
+    text = section({"files": TODAY | damaged_files({"fsdp": [found, missed, found, missed]})})
     assert "| fsdp | one bit flipped | 2 | 2 | 1 | 0.500, at most 0.750 |" in text
 
 

@@ -9,7 +9,8 @@ from benchmarks.peers import page
 from benchmarks.peers.cell import Cell
 from benchmarks.peers.page import cell_result
 from benchmarks.peers.turns import Counts, Event, Side, sent
-from benchmarks.ratios import deviation, paired
+from benchmarks.ratios import paired
+from dev.ranks.judging import deviation
 
 CELL = Cell("fsdp", "full_shard", "fp32", "tiny")
 

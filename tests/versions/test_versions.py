@@ -12,14 +12,14 @@ import tomllib
 import pytest
 from ruamel.yaml import YAML
 
-from dev.versions import framework_versions, make_versions, running_pieces
+from dev.versions import framework_versions, frameworks, make_versions, running_pieces
 from dev.versions import page as version_page
 from dev.versions.environments import environment, interpreter
 from dev.versions.sets import PIECES, ROOT, SETS, VersionSet, floors
 from unishard.contract import registry, tested_versions
 
 RESULTS = version_page.read(ROOT / "docs/versions")
-FRAMEWORKS = framework_versions.read(ROOT / "docs/versions")
+FRAMEWORKS = frameworks.read(ROOT / "docs/versions")
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 DONE = {"versions": {}, "pieces": {}, "wrong": "", "date": "2026-01-01"}
 SET = VersionSet("x", PYTHON, ("torch==2.11.*",), ("doctor", "cells"))
@@ -39,7 +39,7 @@ def test_every_framework_was_run_on_its_floor():
         for text in project["optional-dependencies"][extra]:
             if floor := re.fullmatch(r"(\w+)(?:\[\w+\])?>=([\d.]+)", text):
                 floors.add(f"{floor[1]}=={'.'.join([*floor[2].split('.'), '0'][:3])}")
-    assert set(framework_versions.VERSIONS) == floors - pins
+    assert set(frameworks.VERSIONS) == floors - pins
     right = {f"{row['framework']}=={row['version']}" for row in FRAMEWORKS if not row["wrong"] and row["passed"]}
     assert len(right) == len(FRAMEWORKS)
     page = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
