@@ -5,14 +5,13 @@ below runtime/:
 
 - Floating parameters are cast to the compute dtype, frozen ones too (engine.py, `_cast_module_mixed_precision`).
 - Stage 0 in 16 bits keeps whole fp32 master weights (fp16/unfused_optimizer.py); in one dtype there are none.
-- Stages 1 and 2 flatten each parameter group and pad it to 2 x ranks elements; each rank has master weights and state
-  of an equal part, also in fp32 (zero/stage_1_and_2.py, `flatten_dense_tensors_aligned`,
-  `nccl_start_alignment_factor`).
+- At stages 1 and 2 each rank has master weights and state of an equal part of each flat group, also in fp32
+  (zero/stage_1_and_2.py, `flatten_dense_tensors_aligned`).
 - The second copy of hpZ has its own shard of each parameter, from its first release in a window to the update; that of
   a frozen one stays (zero/partition_parameters.py, `_partition_param_sec`; zero/stage3.py,
   `invalidate_secondary_tensor`).
-- Stage 3 pads each parameter to a multiple of the ranks (zero/partition_parameters.py, `_aligned_size`), and keeps all
-  gradient shards and one bucket of `reduce_bucket_size` elements (zero/stage3.py, `_setup_for_real_optimizer`).
+- Stage 3 keeps all gradient shards and one bucket of `reduce_bucket_size` elements (zero/stage3.py,
+  `_setup_for_real_optimizer`).
 - With an offloaded optimizer, fp32 gradients, and at stages 1 and 2 copies of the parameters and one buffer of the
   largest parameter, stay in host memory (`initialize_optimizer_states`, `param_buffer_of_bit16_for_cpu_offload_groups`,
   `temp_grad_buffer_for_cpu_offload`). Stage 2 sums whole gradients there, also in a window of one micro-batch: it
@@ -28,7 +27,7 @@ from functools import cached_property
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Bytes, Collective, Footprint, Piece, Working
+from unishard.contract.footprint import Bytes, Collective, Footprint, Working
 from unishard.contract.model_shape import ModelShape
 from unishard_deepspeed import fields
 from unishard_deepspeed.stage3_footprint import Stage3Footprint
@@ -82,38 +81,19 @@ class _Stage12(StageFootprint):
     """ZeRO-1 and ZeRO-2: whole parameters, and a part of the flat master weights."""
 
     @cached_property
-    def aligned(self) -> list[int]:
-        """Elements of each flat group with its padding."""
-        step = 2 * self.ranks
-        return [-(-sum(parameter.numel for parameter in group) // step) * step for group in self.groups]
-
-    @cached_property
     def flat(self) -> int:
         """Bytes of the flat groups."""
-        return sum(numel * self.element(group[0]) for numel, group in zip(self.aligned, self.groups, strict=True))
+        return sum(self.layout[each.name].length * self.element(each) for each in self.trainable)
 
     @cached_property
     def parts(self) -> list[int]:
         """Elements of this rank's part of each."""
-        return [numel // self.ranks for numel in self.aligned]
-
-    @cached_property
-    def pieces(self) -> list[Piece]:
-        """Of the parameters of which a piece lies in this rank's parts, that piece."""
-        found = []
-        for group, part in zip(self.groups, self.parts, strict=True):
-            start, first = 0, part * (self.rank % self.ranks)
-            for parameter in group:
-                held = min(start + parameter.numel, first + part) - max(start, first)
-                if held > 0:
-                    found.append(Piece(max(0, first - start), held, parameter.numel))
-                start += parameter.numel
-        return found
+        return [sum(map(self.padded, group)) for group in self.groups]
 
     @cached_property
     def reached(self) -> int:
-        """Elements of all parameters of which a piece lies in this rank's parts, each in full."""
-        return sum(piece.numel for piece in self.pieces)
+        """Elements of all parameters of which some lie in this rank's parts, each in full."""
+        return sum(each.numel for each in self.trainable if self.layout[each.name].of(self.rank))
 
     def footprint(self) -> Footprint:
         part, largest = sum(self.parts), max((parameter.numel for parameter in self.trainable), default=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cached_property
 
-from unishard.contract.footprint import Bytes, Collective, Footprint, Piece, Working
+from unishard.contract.footprint import Bytes, Collective, Footprint, Working
 from unishard.contract.model_shape import ParameterShape
 from unishard_deepspeed import fields
 from unishard_deepspeed.second_copy import group_of
@@ -20,21 +20,14 @@ class Stage3Footprint(StageFootprint):
         """Ranks that keep a second copy of what was gathered, until the update if it is trainable."""
         return group_of(self.zero, self.ranks)
 
-    @cached_property
-    def pieces(self) -> list[Piece]:
-        """See `StageFootprint.pieces`."""
-        parts = [(each.flat(self.ranks), each.numel) for each in self.trainable]
-        begun = [(self.rank % self.ranks * part, part, numel) for part, numel in parts]
-        return [Piece(start, max(0, min(part, numel - start)), numel) for start, part, numel in begun]
-
     def footprint(self) -> Footprint:
         """See `StageFootprint.footprint`."""
         masters, kept = self._part * self.master, self._part * self.accumulate
-        held = sum(parameter.flat(self.ranks) * self.element(parameter) for parameter in self.shape.parameters)
+        held = sum(self.padded(parameter) * self.element(parameter) for parameter in self.shape.parameters)
         held += sum(map(self._copy, self.shape.frozen))
-        numels = [sum(parameter.flat(self.ranks) for parameter in group) for group in self.groups]
+        numels = [sum(map(self.padded, group)) for group in self.groups]
         bucket = max(1, min(int(self.zero["reduce_bucket_size"]), self.numel)) * self.reduce
-        whole = sum(map(self._padded, self.shape.replicated))
+        whole = sum(map(self._whole, self.shape.replicated))
         late = sum(each.numel for each in self.shape.replicated if each.trainable) * self.compute
         offloads_parameters = self.cfg.offload.params != "none"
         gradients = self.place(kept + (masters if self.offloads else 0))
@@ -61,18 +54,18 @@ class Stage3Footprint(StageFootprint):
     @cached_property
     def _part(self) -> int:
         """Elements of this rank's shards of what trains."""
-        return sum(parameter.flat(self.ranks) for parameter in self.trainable)
+        return sum(map(self.padded, self.trainable))
 
     def _sizes(self, measure: Callable[[ParameterShape], int]) -> list[int]:
         return [sum(map(measure, unit)) for unit in self.shape.by_unit]
 
     def _full(self, parameter: ParameterShape) -> int:
         """Bytes of a parameter that is gathered and freed, padding included."""
-        return 0 if parameter.replicated else self._padded(parameter)
+        return 0 if parameter.replicated else self._whole(parameter)
 
-    def _padded(self, parameter: ParameterShape) -> int:
+    def _whole(self, parameter: ParameterShape) -> int:
         """Bytes of a whole parameter, padding included."""
-        return parameter.flat(self.ranks) * self.ranks * self.element(parameter)
+        return self.layout[parameter.name].length * self.element(parameter)
 
     def _copy(self, parameter: ParameterShape) -> int:
         """Bytes of this rank's shard of the second copy."""
@@ -109,7 +102,7 @@ class Stage3Footprint(StageFootprint):
     def _traffic(self) -> Iterator[Collective]:
         if self.ranks > 1:
             yield from self._gathers(sum(self._sizes(self._full)), again=bool(self.cfg.sharding.reshard_after_forward))
-            if whole := sum(map(self._padded, self.shape.replicated)):
+            if whole := sum(map(self._whole, self.shape.replicated)):
                 yield Collective("all_gather", "parameters", "step", whole, self.ranks)
             sent = self._part * self.ranks * self.reduce * self.micro
             yield Collective("reduce_scatter", "gradients", "backward", sent, self.ranks)

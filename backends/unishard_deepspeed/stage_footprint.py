@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Bytes, Collective, Footprint, Piece, exchanged, optimizer_state
+from unishard.contract.footprint import Bytes, Collective, Footprint, exchanged, optimizer_state
 from unishard.contract.kit.parameter_groups import groups_of, matrices_of
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
+from unishard.distributed.layout import Layout
 from unishard_deepspeed import fields
+from unishard_deepspeed.layout import layout_of
 
 RESERVED = (1.05, 1.4)
 """Buckets are allocated once; stage 3's gathers have many sizes. A rule of thumb, not measured here."""
@@ -74,18 +76,25 @@ class StageFootprint(ABC):
     def state(self, elements: Sequence[int]) -> int:
         """Bytes of the optimizer state of this rank's part of each group, with these numbers of elements."""
         are = [group[0].name in self.matrices for group in self.groups]
-        return optimizer_state(self.cfg, zip(elements, are, strict=True), self.pieces)
+        return self._state(zip(elements, are, strict=True))
+
+    def _state(self, tensors: Iterable[tuple[int, bool]]) -> int:
+        layouts = (self.layout[each.name] for each in self.trainable)
+        return optimizer_state(self.cfg, tensors, layouts, self.rank)
 
     @cached_property
-    def pieces(self) -> list[Piece]:
-        """What this rank updates of each trainable parameter."""
-        return [Piece(0, parameter.numel, parameter.numel) for parameter in self.trainable]
+    def layout(self) -> Mapping[str, Layout]:
+        """Which rank holds what of the master weights."""
+        groups = [[each.name for each in group] for group in self.groups]
+        return layout_of(self.shape, self.cfg, self.ranks, groups, self.zero)
+
+    def padded(self, parameter: ParameterShape) -> int:
+        """Elements of this rank's shard, padding included."""
+        return self.layout[parameter.name].padded(self.rank)
 
     def whole_state(self) -> int:
         """Bytes of the optimizer state of all parameters, each by itself."""
-        return optimizer_state(
-            self.cfg, ((each.numel, each.name in self.matrices) for each in self.trainable), self.pieces
-        )
+        return self._state((each.numel, each.name in self.matrices) for each in self.trainable)
 
     def exchanged(self) -> tuple[Collective, ...]:
         """The exchange of matrices with their owners, once a step."""

@@ -2,9 +2,9 @@
 
 Persistent state is exact (tests/ranks/test_footprint.py counts it on real ranks). The sources, all torch 2.13:
 
-- `fully_shard` (distributed/fsdp/_fully_shard/_fsdp_param.py, `_init_sharded_param`) cuts rows of dimension 0 and pads
-  every shard to the first one, so each rank holds ceil(rows / ranks) rows in memory. The optimizer's state has the
-  shape of the rows without padding.
+- `fully_shard` (distributed/fsdp/_fully_shard/_fsdp_param.py, `_init_sharded_param`) pads every shard to the first
+  one, so each rank holds ceil(rows / ranks) rows in memory. The optimizer's state has the shape of the rows without
+  padding.
 - The gradients of a unit are views of one output of its reduce-scatter, padded in the same way (`_fsdp_collectives.py`,
   `foreach_reduce`).
 - A unit is gathered in the compute dtype, padded, and its all-gather's output is copied out
@@ -27,9 +27,10 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Bytes, Collective, Footprint, Piece, Working, exchanged, optimizer_state
+from unishard.contract.footprint import Bytes, Collective, Footprint, Working, exchanged, optimizer_state
 from unishard.contract.kit.parameter_groups import matrices_of
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
+from unishard_fsdp.layout import layout_of
 from unishard_fsdp.parameter_size import own_size
 from unishard_fsdp.replicated_footprint import beside
 
@@ -92,6 +93,7 @@ class _Sharded:
         """
         self._matrices = matrices_of(cfg.optimizer, (whole_shape or shape).trainable)
         self._shape, self._cfg, self._topology, self._native, self._ranks = shape, cfg, topology, native, ranks
+        self._layout = layout_of(shape, ranks)
         self._compute = native["mp_policy"]["param_dtype"]
         self._reduce = itemsize(native["mp_policy"]["reduce_dtype"] or self._compute or "float32")
         self._waits = native["requires_gradient_sync"] == "last_micro_batch"
@@ -102,17 +104,15 @@ class _Sharded:
         on_host = self._native.get("host_optimizer") is not None
         place = (lambda size: Bytes(host=size)) if offloads else Bytes
         master = ITEMSIZE[cfg.precision.master]
-        rank = self._topology.rank % self._ranks
-        own = [parameter.rows(self._ranks, rank) for parameter in shape.trainable]
-        parameters = sum(parameter.rows(self._ranks) * own_size(parameter, cfg) for parameter in shape.parameters)
-        gradients = sum(parameter.rows(self._ranks) * master for parameter in shape.trainable)
-        matrices = self._matrices
+        rank, matrices = self._topology.rank, self._matrices
+        layouts = [self._layout[parameter.name] for parameter in shape.trainable]
+        own = [len(layout.of(rank)) for layout in layouts]
+        parameters = sum(
+            self._layout[parameter.name].padded(rank) * own_size(parameter, cfg) for parameter in shape.parameters
+        )
+        gradients = sum(layout.padded(rank) for layout in layouts) * master
         are = [parameter.name in matrices for parameter in shape.trainable]
-        pieces = [
-            Piece(min(rank * each.rows(self._ranks), each.numel), held, each.numel)
-            for each, held in zip(shape.trainable, own, strict=True)
-        ]
-        state = optimizer_state(cfg, zip(own, are, strict=True), pieces)
+        state = optimizer_state(cfg, zip(own, are, strict=True), layouts, rank)
         forward, backward, final = self._working(0 if offloads else gradients)
         return Footprint(
             parameters=place(parameters),
@@ -145,11 +145,11 @@ class _Sharded:
         """Bytes of a gathered parameter, padding included."""
         cast = self._compute and parameter.floating and not parameter.kept(self._cfg.precision)
         size = itemsize(self._compute) if cast else own_size(parameter, self._cfg)
-        return parameter.rows(self._ranks) * self._ranks * size
+        return self._layout[parameter.name].length * size
 
     def _reduced(self, parameter: ParameterShape) -> int:
         """Bytes of a parameter in the input of the reduce-scatter."""
-        return parameter.rows(self._ranks) * self._ranks * self._reduce if parameter.trainable else 0
+        return self._layout[parameter.name].length * self._reduce if parameter.trainable else 0
 
     def _in_backward(self, sizes: Sequence[int]) -> list[int]:
         """Of what is gathered of each unit, what backward gathers again."""
@@ -234,17 +234,20 @@ class _Sharded:
                 group = ranks if native["reshard_after_forward"] is True else native["reshard_after_forward"]
                 again = self._in_backward(full)[: -2 if native["keep_last_unit"] else -1]
                 yield Collective("all_gather", "parameters", "backward", sum(again) * micro, group)
-        padded = sum(parameter.rows(ranks) for parameter in self._shape.trainable) * self._reduce
+        whole = sum(map(self._reduced, self._shape.trainable))
         times = 1 if self._waits else micro
         if ranks > 1:
-            yield Collective("reduce_scatter", "gradients", "backward", padded * ranks * times, ranks)
+            yield Collective("reduce_scatter", "gradients", "backward", whole * times, ranks)
         if groups > 1:
             late = native.get("requires_all_reduce", native["requires_gradient_sync"]) == "last_micro_batch"
-            yield Collective("all_reduce", "gradients", "backward", padded * (1 if late else times), groups, ranks)
+            yield Collective(
+                "all_reduce", "gradients", "backward", whole // ranks * (1 if late else times), groups, ranks
+            )
 
 
 def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> Footprint:
     """Whole parameters, gradients and optimizer state on each rank."""
+    layout = layout_of(shape, 1)
     parameters = sum(parameter.numel * own_size(parameter, cfg) for parameter in shape.parameters)
     gradients = sum(parameter.numel for parameter in shape.trainable) * ITEMSIZE[cfg.precision.master]
     matrices = matrices_of(cfg.optimizer, shape.trainable)
@@ -260,7 +263,8 @@ def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> 
             optimizer_state(
                 cfg,
                 ((each.numel, each.name in matrices) for each in shape.trainable),
-                [Piece(0, each.numel, each.numel) for each in shape.trainable],
+                [layout[each.name] for each in shape.trainable],
+                topology.rank,
             )
         ),
         gradients=Bytes(gradients),

@@ -7,9 +7,10 @@ from dataclasses import replace
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Bytes, Collective, Footprint, Piece, optimizer_state
+from unishard.contract.footprint import Bytes, Collective, Footprint, optimizer_state
 from unishard.contract.kit.parameter_groups import matrices_of
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
+from unishard.distributed.layout import whole
 from unishard_fsdp.fields import DTYPES
 from unishard_fsdp.parameter_size import own_size
 
@@ -31,7 +32,8 @@ def beside(sharded: Footprint, shape: ModelShape, cfg: Config, topology: Topolog
     state = optimizer_state(
         cfg,
         ((parameter.numel, parameter.name in matrices) for parameter in trained),
-        [Piece(0, parameter.numel, parameter.numel) for parameter in trained],
+        [whole(parameter.numel) for parameter in trained],
+        topology.rank,
     )
     master, on_host = ITEMSIZE[cfg.precision.master], native["host_optimizer"] is not None
     added = numel * ITEMSIZE[cfg.precision.accumulate]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Self
 
 from unishard.config import Config
 from unishard.contract.model_shape import ITEMSIZE
+from unishard.distributed.layout import Layout
 
 Phase = Literal["forward", "backward", "step"]
 
@@ -160,38 +161,29 @@ _FROM_SIZE, _BLOCK = 4096, 256
 """Elements from which on a parameter has moments of 8 bits, and those of a block with a scale (bitsandbytes 0.50)."""
 
 
-class Piece(NamedTuple):
-    """A rank's shard of a parameter."""
-
-    start: int
-    """Its first element in the flattened parameter."""
-    held: int
-    """Its elements."""
-    numel: int
-    """Those of the parameter."""
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks of the parameter it has elements of."""
-        return (self.start + self.held - 1) // _BLOCK - self.start // _BLOCK + 1
-
-
-def optimizer_state(cfg: Config, tensors: Iterable[tuple[int, bool]], shards: Collection[Piece]) -> int:
+def optimizer_state(cfg: Config, tensors: Iterable[tuple[int, bool]], layouts: Iterable[Layout], rank: int) -> int:
     """Bytes of the optimizer's state on one rank.
 
     Args:
         cfg: The optimizer, and the dtype of the master weights, which its state has too.
         tensors: Of each stepped tensor its elements, and whether it is updated as a matrix, or as several.
-        shards: This rank's shard of each parameter: `adamw_8bit` keeps its state by parameter.
+        layouts: Of each trained parameter: `adamw_8bit` keeps its state by parameter.
+        rank: Which one.
     """
     optimizer, size = cfg.optimizer, ITEMSIZE[cfg.precision.master]
     count, rest = optimizer_tensors(optimizer.name, amsgrad=optimizer.amsgrad, momentum=optimizer.momentum)
     if optimizer.name == "adamw_8bit":
-        held = [each for each in shards if each.held]
-        small = sum(count * each.held * size + rest for each in held if each.numel < _FROM_SIZE)
-        return small + sum(count * (each.held + 4 * each.blocks) for each in held if each.numel >= _FROM_SIZE)
+        held = [(each.numel < _FROM_SIZE, each.of(rank)) for each in layouts if each.of(rank)]
+        return sum(
+            count * len(own) * size + rest if small else count * (len(own) + 4 * _blocks(own)) for small, own in held
+        )
     # Of a matrix Muon keeps only the momentum.
     return sum(numel * size if matrix else numel * count * size + rest for numel, matrix in tensors)
+
+
+def _blocks(held: range) -> int:
+    """How many blocks of a parameter have elements among these."""
+    return held[-1] // _BLOCK - held[0] // _BLOCK + 1
 
 
 def exchanged(cfg: Config, elements: int, ranks: int) -> tuple[Collective, ...]:

@@ -83,21 +83,6 @@ class ParameterShape(TensorShape):
             else any(re.search(pattern, self.name) for pattern in asked)
         )
 
-    def rows(self, ranks: int, rank: int | None = None) -> int:
-        """Elements of a shard by rows of the first dimension: of the largest, which padding gives to every rank, or of
-        a rank's own.
-        """
-        if not self.numel:
-            return 0
-        first = self.shape[0] if self.shape else 1
-        most = -(-first // ranks)
-        own = most if rank is None else max(0, min(most, first - rank * most))
-        return own * (self.numel // first)
-
-    def flat(self, ranks: int) -> int:
-        """Elements of a shard of equal size of the flattened parameter, the padding of the last one included."""
-        return -(-self.numel // ranks)
-
 
 @dataclass(frozen=True)
 class ModelShape:

@@ -17,7 +17,7 @@ from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 
 
-class Layout(NamedTuple):
+class ExportContents(NamedTuple):
     """The planned contents of an export folder."""
 
     files: list[File]
@@ -43,7 +43,9 @@ class Layout(NamedTuple):
         return hashlib.sha256(b"".join(file.name.encode() + file.header for file in self.files)).hexdigest()
 
 
-def lay_out(assets: Assets, shards: Mapping[str, LazyShard], dtype: str | None, max_shard_size: int | str) -> Layout:
+def lay_out(
+    assets: Assets, shards: Mapping[str, LazyShard], dtype: str | None, max_shard_size: int | str
+) -> ExportContents:
     """Plan the files of an export.
 
     Args:
@@ -75,7 +77,7 @@ def lay_out(assets: Assets, shards: Mapping[str, LazyShard], dtype: str | None, 
         files += planned
     if assets.kind == "adapter":
         _refuse_empty(files)
-    return Layout(files, others, target)
+    return ExportContents(files, others, target)
 
 
 def exported_tensors(

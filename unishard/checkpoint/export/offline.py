@@ -12,7 +12,7 @@ from unishard.checkpoint import manifest, tensor_names
 from unishard.checkpoint.export.assets import FOLDER, INDEX, Assets, require_inside
 from unishard.checkpoint.export.destination import require_free
 from unishard.checkpoint.export.from_config import assets_of_config
-from unishard.checkpoint.export.layout import Layout, lay_out
+from unishard.checkpoint.export.layout import ExportContents, lay_out
 from unishard.checkpoint.export.tokenizers import tokenizer_files
 from unishard.checkpoint.export.writing import Advance, write
 from unishard.checkpoint.files import path_of, read_bytes
@@ -35,7 +35,7 @@ def export_checkpoint(
     progress: Callable[[int], Advance] = lambda total: lambda written: None,
     *,
     overwrite: bool = False,
-) -> Layout:
+) -> ExportContents:
     """Write the weights of a checkpoint in the Hugging Face layout. Every tensor is verified against its hash.
 
     Args:

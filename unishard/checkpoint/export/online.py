@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unishard.checkpoint.export.destination import problem_with
-from unishard.checkpoint.export.layout import Layout, lay_out
+from unishard.checkpoint.export.layout import ExportContents, lay_out
 from unishard.checkpoint.export.models import assets_of
 from unishard.checkpoint.export.tokenizers import tokenizer_files
 from unishard.checkpoint.export.writing import Advance, write
@@ -31,7 +31,7 @@ def export(
     overwrite: bool = False,
     group: dist.ProcessGroup | None = None,
     advance: Advance = lambda written: None,
-) -> Layout:
+) -> ExportContents:
     """Write weights in the Hugging Face layout. Collective.
 
     Args:
@@ -56,7 +56,7 @@ def export(
     ranks = ranks_of(group)
     out = path_of(folder, "export")
 
-    planned: list[Layout] = []
+    planned: list[ExportContents] = []
 
     def facts() -> tuple[str, str]:
         layout = lay_out(assets_of(module, shards), shards, dtype, max_shard_size)
