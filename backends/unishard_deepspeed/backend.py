@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from unishard.config import Config
 from unishard.config.nested import flat, merge, nested
+from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.contract.report import Line, Report, Translation, apply
 from unishard.errors import ConfigError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from unishard.contract.plan import EngineSpec, RunPlan
     from unishard.contract.private_api import PrivateApi
     from unishard.contract.units import ModelUnits
+    from unishard.distributed.layout import Layout
 
 
 class DeepSpeedBackend:
@@ -94,6 +96,15 @@ class DeepSpeedBackend:
         from unishard_deepspeed.footprint import footprint_of
 
         return footprint_of(shape, cfg, topology, self.translate(cfg, topology).native)
+
+    def layout(
+        self, shape: ModelShape, cfg: Config, topology: Topology, groups: Sequence[Sequence[str]]
+    ) -> Mapping[str, Layout]:
+        """Which elements of each master weight each rank holds. Pure."""
+        from unishard_deepspeed.layout import layout_of
+
+        zero = self.translate(cfg, topology).native["zero_optimization"]
+        return layout_of(shape, cfg, shard_group_size(cfg, topology), groups, zero)
 
     def spec(
         self, cfg: Config, translation: Translation, topology: Topology, shape: ModelShape, units: ModelUnits

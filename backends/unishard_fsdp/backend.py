@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from unishard.config import Config
 from unishard.config.nested import merge, nested
+from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.contract.report import Line, Report, Translation, apply
 from unishard_fsdp.rules import RULES
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from unishard.contract.plan import EngineSpec, RunPlan
     from unishard.contract.private_api import PrivateApi
     from unishard.contract.units import ModelUnits
+    from unishard.distributed.layout import Layout
 
 _ENGINES = {
     "fully_shard": "FSDPModule",
@@ -110,6 +112,14 @@ class FSDPBackend:
         from unishard_fsdp.footprint import footprint_of
 
         return footprint_of(shape, cfg, topology, self.translate(cfg, topology).native)
+
+    def layout(
+        self, shape: ModelShape, cfg: Config, topology: Topology, groups: Sequence[Sequence[str]]
+    ) -> Mapping[str, Layout]:
+        """Which rows of each parameter each rank holds. Pure."""
+        from unishard_fsdp.layout import layout_of
+
+        return layout_of(shape, shard_group_size(cfg, topology))
 
     def spec(
         self, cfg: Config, translation: Translation, topology: Topology, shape: ModelShape, units: ModelUnits

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from unishard.engine.model.facts import description_of, facts_of
+from unishard.engine.model.facts import check_model, description_of
 from unishard.errors import ModelError
 
 
@@ -50,15 +50,7 @@ def hooked_after_accumulation() -> nn.Module:
 )
 def test_refused(model: nn.Module, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        facts_of(model)
-
-
-def test_facts() -> None:
-    model = nn.Sequential(nn.Embedding(1000, 4), nn.Linear(4, 3).requires_grad_(False))
-    model.append(model[1])
-    facts = facts_of(model)
-    assert (facts.elements, facts.trainable) == (4015, 4000)
-    assert facts.indivisible == 3 * 64, "a row of each, or the padding of a flat group"
+        check_model(model)
 
 
 def test_a_description_is_that_of_what_must_agree() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import unishard
 from unishard.config import Quantization
-from unishard.engine.model.facts import facts_of
+from unishard.engine.model.facts import check_model
 from unishard.engine.model.quantization import requirements
 from unishard.engine.model.quantization.adoption import adopt, description_of
 from unishard.engine.model.quantization.four_bit import FourBit
@@ -121,7 +121,7 @@ def test_a_quantized_model_without_adapters_has_nothing_to_train():
     adopt(model)
     model.requires_grad_(False)
     with pytest.raises(ModelError, match="are frozen; unfreeze the ones to train"):
-        facts_of(model)
+        check_model(model)
 
 
 def test_other_quantized_layers_of_bitsandbytes_are_refused_by_name():

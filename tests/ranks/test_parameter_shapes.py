@@ -5,6 +5,8 @@ That they train, save and export as in plain torch is in the models that `make m
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from harness import config, my_rank, on_ranks
@@ -52,6 +54,41 @@ def edited(backend, strategy):
         ]
         held = {name: engine.weights.read(name).shape for name, _ in engine.module.named_parameters()}
         return [float(each) for each in read], [tuple(each.shape) for each in read], shapes, held
+
+
+def cut(backend, strategy):
+    """The elements that this rank was to hold, and those that it holds; frozen parameters and a caller's groups too."""
+    seen = {}
+
+    def look(adapter, placement, plan, layout):
+        for name, parameter in adapter.module.named_parameters():
+            with torch.no_grad():
+                seen[name] = layout[name].of(my_rank()), adapter.master_shard(parameter).interval
+
+    def groups(parameters):
+        first, *others = parameters
+        return torch.optim.SGD([{"params": others}, {"params": [first], "lr": 1.0}], lr=1e-3)
+
+    own = {"native": {"deepspeed": {"zero_optimization": {"parameter_alignment": True}}}}
+    cfg = config(
+        backend, strategy, optimizer=None, **own if (backend, strategy) == ("deepspeed", "shard_grad_op") else {}
+    )
+    model = Numbers()
+    model.more = nn.Linear(5, 3).requires_grad_(False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.import_module("unishard.engine.prepare"), "verify", look)
+        unishard.prepare(model, cfg, groups).close()
+    return seen
+
+
+@pytest.mark.parametrize("cell", CELLS, ids="-".join)
+def test_each_rank_holds_what_was_planned(cell):
+    ranks = on_ranks(cut, *cell)
+    for name, parameter in Numbers().named_parameters():
+        elements = sorted({element for seen in ranks for element in seen[name][1]})
+        assert elements == [*range(parameter.numel())]
+    for seen in ranks:
+        assert {name: held for name, (_, held) in seen.items()} == {name: want for name, (want, _) in seen.items()}
 
 
 @pytest.mark.parametrize("cell", CELLS, ids="-".join)

@@ -71,8 +71,8 @@ LEFT_OPEN = []
 class Lying:
     """A backend whose engine says it holds something else."""
 
-    def __init__(self, backend, **lie):
-        self._backend = backend
+    def __init__(self, backend, later=0, **lie):
+        self._backend, self._later = backend, later
         self._lie = lie
 
     def __getattr__(self, name):
@@ -82,6 +82,8 @@ class Lying:
         adapter = self._backend.build(*args)
         told, close = adapter.placement()._replace(**self._lie), adapter.close
         adapter.placement = lambda: told
+        shard, later = adapter.master_shard, self._later
+        adapter.master_shard = lambda each: (held := shard(each))._replace(start=held.start + later)
         adapter.close = lambda: (LEFT_OPEN.remove(adapter), close())
         LEFT_OPEN.append(adapter)
         return adapter
@@ -102,7 +104,8 @@ LIES = {
     ),
     "whole": ({"master_numel": 6013}, "master weights on this rank: expected at most", "got 6,013"),
     "whole parameters": ({"param_bytes": 4 * 6013}, "parameters on this rank: expected at most", "got 24,052"),
-    "nothing": ({"master_numel": 0}, "master weights on all ranks: expected at least", "got 0"),
+    "nothing": ({"master_numel": 0}, "master weights on this rank: expected at least", "got 0"),
+    "elements": ({"later": 1}, "elements of inp.weight on this rank: expected ", ", got "),
 }
 
 

@@ -14,6 +14,7 @@ from unishard.contract.footprint import Footprint
 from unishard.contract.model_shape import ModelShape
 from unishard.contract.report import Translation
 from unishard.contract.rules import Rule
+from unishard.distributed.layout import Layout, whole
 
 if TYPE_CHECKING:
     from torch import nn
@@ -115,6 +116,21 @@ class Backend(Protocol):
             ConfigError: As `translate`; or a pattern of the section `optimizer` matches no parameter.
         """
         ...
+
+    def layout(
+        self, shape: ModelShape, cfg: Config, topology: Topology, groups: Sequence[Sequence[str]]
+    ) -> Mapping[str, Layout]:
+        """Which elements of each parameter's master weight, or of a frozen parameter, each rank holds: by name. Pure.
+
+        By default, every rank holds all of each. `prepare` compares it with what the engine holds.
+
+        Args:
+            shape: The model.
+            cfg: What to run.
+            topology: The ranks.
+            groups: Names of the trainable parameters in each group of the optimizer; of inference, none.
+        """
+        return {each.name: whole(each.numel) for each in shape.parameters}
 
     def spec(
         self, cfg: Config, translation: Translation, topology: Topology, shape: ModelShape, units: ModelUnits

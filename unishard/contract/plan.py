@@ -26,6 +26,7 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.footprint import Footprint
 from unishard.contract.model_shape import ModelShape
+from unishard.distributed.layout import Layout
 
 if TYPE_CHECKING:
     from torch import nn
@@ -163,23 +164,6 @@ class ObserveSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectedPlacement:
-    """What an engine must hold on a rank, to be compared with its `Placement`."""
-
-    engine: str
-    units: Sequence[str]
-    has_units: bool
-    """Whether it must have units; else it may have none."""
-    master_dtypes: frozenset[str]
-    master_numel: int
-    """At most so many elements on this rank."""
-    all_masters: int
-    """At least so many on all ranks."""
-    param_bytes: int
-    """At most so many bytes on this rank."""
-
-
-@dataclass(frozen=True, slots=True)
 class GuardSpec:
     """What is watched for what would go wrong in silence."""
 
@@ -190,7 +174,8 @@ class GuardSpec:
     """Whether parameters are gathered for each forward and backward."""
     shards: bool
     """Whether anything is sharded."""
-    placement: ExpectedPlacement
+    tested: bool
+    """Whether the engine has a tested version; another one may cut tensors otherwise than planned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +187,8 @@ class RunPlan:
     engine: EngineSpec | None
     """None where each rank holds the full model without a sharding engine: inference under a strategy that shards no
     parameters."""
+    layout: Callable[[Sequence[Sequence[str]]], Mapping[str, Layout]]
+    """Which elements of each parameter each rank holds, by the groups of the optimizer: `Backend.layout`."""
     model: ModelPlan
     optimizer: OptimizerPlan | None
     """None for inference."""

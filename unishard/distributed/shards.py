@@ -24,6 +24,12 @@ class Shard(NamedTuple):
     group: dist.ProcessGroup | None = None
     """The ranks whose shards make the full tensor, without overlap; None if this rank holds all of it."""
 
+    @property
+    def interval(self) -> range:
+        """The elements of the flattened full tensor that this rank holds."""
+        begin = 0 if self.group is None else self.start
+        return range(begin, begin + self.values.numel())
+
 
 class SteppedShard(NamedTuple):
     """Where an optimizer finds this rank's shard of a parameter while it steps."""

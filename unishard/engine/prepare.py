@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 
@@ -21,6 +21,7 @@ from unishard.contract.kit import kept_fp32, materialization, replicated
 from unishard.contract.kit.dtypes import cast_model
 from unishard.contract.plan import RunPlan
 from unishard.distributed import agreement, devices
+from unishard.distributed.layout import Layout
 from unishard.engine.around_forward import AroundForward
 from unishard.engine.engine import Engine
 from unishard.engine.guards.inference_mode import as_no_grad
@@ -114,7 +115,8 @@ def prepare(
             on_error.callback(around.close)
             adapter = _shard(model, plan)
             on_error.callback(adapter.close)
-            _verify(adapter, plan)
+            layout = plan.layout(() if plan.optimizer is None else plan.optimizer.groups)
+            _verify(adapter, plan, layout)
             if adapter.training is not None and plan.optimizer is not None:
                 share_matrices(adapter.training, plan.optimizer.groups)
                 share_blocks(adapter.training, plan.optimizer.groups)
@@ -178,13 +180,13 @@ def _shard(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     return ReplicaAdapter(model, planned.precision, device, casting)
 
 
-def _verify(adapter: InferenceAdapter, plan: RunPlan) -> None:
+def _verify(adapter: InferenceAdapter, plan: RunPlan, layout: Mapping[str, Layout]) -> None:
     """Compare what was built with what was planned. Collective."""
     collective_check.check_now("unishard.prepare (checking the engine)")
     if plan.optimizer is not None and plan.optimizer.from_caller:  # what a function makes is known only now
         agreement.agree(plan.optimizer.description, "optimizers")
     placement = adapter.placement()
-    verify(placement, plan.guard.placement, adapter.device, backend=plan.backend.name)
+    verify(adapter, placement, plan, layout)
     if plan.optimizer is not None:
         ExpectedMemory(plan.memory).compare(placement, adapter.device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,6 @@ from unishard.engine.model.units import units_of
 from unishard.engine.optim import optimizers
 from unishard.engine.optim.builder import OptimizerSetup
 from unishard.engine.optim.schedulers import SchedulerFactory
-from unishard.engine.verify import expected_placement
 from unishard.errors import BackendError, ConfigError, Problem
 from unishard.observe.destinations.table import require_installed
 from unishard.sequence.method import sequence_of
@@ -85,7 +85,7 @@ def resolve(
         else strategy not in _SHARDS_PARAMETERS
     )
     check_quantized(model, cfg.quantization, topology)
-    facts = model_facts.facts_of(model, train=train, forward_writes=topology.world_size == 1 and full)
+    model_facts.check_model(model, train=train, forward_writes=topology.world_size == 1 and full)
     empty_parameters.freeze_empty(model)
     kept = kept_fp32.find_kept(model, cfg.precision, train=train)
     whole = replicated.find_replicated(model, cfg.sharding)
@@ -107,6 +107,7 @@ def resolve(
         topology=topology,
         backend=backend,
         engine=None if full_copies else backend.spec(cfg, translation, topology, shape, units),
+        layout=partial(backend.layout, shape, cfg, topology),
         model=ModelPlan(
             classes={name: type(module).__name__ for name, module in model.named_modules()},
             shape=shape,
@@ -134,17 +135,7 @@ def resolve(
             full_weights=full,
             gathers=strategy in _SHARDS_PARAMETERS,
             shards=strategy != "no_shard",
-            placement=expected_placement(
-                facts,
-                cfg.precision,
-                engine=type(model).__name__ if full_copies else translation.engine,
-                units=[] if full_copies else [unit.name for unit in units.gathered],
-                strategy=cfg.sharding.within_group,
-                ranks=topology.world_size,
-                group_size=shard_group_size(cfg, topology),
-                kept=kept.elements,
-                replicated=sum(each.numel for each in shape.parameters if each.name in whole),
-            ),
+            tested=not tested_versions.untested(backend),
         ),
         text=text,
     )

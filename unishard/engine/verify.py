@@ -1,98 +1,39 @@
-"""Check after `prepare` that the engine matches the config, from its live tensors."""
+"""Check after `prepare` that the engine holds what was planned, by its live tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from unishard.config import Precision
-from unishard.contract.plan import ExpectedPlacement
+from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.model_shape import ITEMSIZE, ParameterShape, itemsize
+from unishard.contract.plan import RunPlan
 from unishard.contract.results import Placement
 from unishard.distributed.dtypes import DTYPES, name_of
-from unishard.engine.model.facts import ModelFacts
-from unishard.errors import EngineMismatchError
+from unishard.distributed.layout import Layout
+from unishard.distributed.shard_optimizer import ShardOptimizer
+from unishard.errors import BackendError, EngineMismatchError
+
+_MORE = 64
+"""Elements by which memory for a shard may differ from the planned ones: an engine may pad otherwise."""
 
 
-def expected_placement(
-    facts: ModelFacts,
-    precision: Precision,
-    *,
-    engine: str,
-    units: Sequence[str],
-    strategy: str,
-    ranks: int,
-    group_size: int,
-    kept: int,
-    replicated: int,
-) -> ExpectedPlacement:
-    """What an engine must hold.
-
-    Args:
-        facts: The model before sharding.
-        precision: The section.
-        engine: Class that must run the model.
-        units: Names of the modules that must be gathered together.
-        strategy: The strategy within a group.
-        ranks: All of them.
-        group_size: Ranks that share one copy.
-        kept: Elements of parameters that stay in fp32 in a 16-bit run.
-        replicated: Elements of parameters that every rank holds whole, beside a shard in some engines.
-    """
-    slack = 0 if strategy == "no_shard" else facts.indivisible
-    # Frozen parameters keep their dtype on every engine, without an fp32 copy. For inference all are in the compute
-    # dtype.
-    full = (
-        4 * facts.trainable + facts.frozen_bytes
-        if facts.trainable
-        else DTYPES[precision.compute].itemsize * facts.elements
-    )
-    full += (DTYPES["fp32"].itemsize - DTYPES["bf16"].itemsize) * kept
-    return ExpectedPlacement(
-        engine=engine,
-        units=units,
-        # ZeRO-1 and ZeRO-2 keep full parameters on each rank, so an engine need not have units there.
-        has_units=strategy == "full_shard",
-        master_dtypes=frozenset({name_of(DTYPES[precision.master])} if facts.trainable else ()),
-        master_numel=-(-facts.trainable // group_size) + slack + replicated,
-        all_masters=facts.trainable * ranks // group_size,
-        param_bytes=-(-full // group_size) + 4 * (slack + replicated) if strategy == "full_shard" else full,
-    )
-
-
-def verify(placement: Placement, expected: ExpectedPlacement, device: torch.device, *, backend: str) -> None:
+def verify(adapter: InferenceAdapter, placement: Placement, plan: RunPlan, layout: Mapping[str, Layout]) -> None:
     """Compare the engine with what was planned. Collective.
 
     Args:
-        placement: What the engine holds.
-        expected: What it must hold.
-        device: Where this rank computes.
-        backend: Its name.
+        adapter: The engine.
+        placement: What it holds.
+        plan: What it was built from.
+        layout: Which elements of each parameter each rank must hold.
 
     Raises:
         EngineMismatchError: On every rank, with every difference.
     """
-    everywhere = torch.tensor(placement.master_numel, dtype=torch.int64, device=device)
-    dist.all_reduce(everywhere)
-    rows: list[tuple[str, Any, Any]] = []
-    if placement.engine != expected.engine:
-        rows.append(("engine", expected.engine, placement.engine))
-    if set(placement.units) != set(expected.units) and (expected.has_units or placement.units):
-        rows.append(("sharded units", _listed(expected.units), _listed(placement.units)))
-    if placement.master_dtypes != expected.master_dtypes:
-        wanted, got = _listed(sorted(expected.master_dtypes)), _listed(sorted(placement.master_dtypes))
-        rows.append(("dtype of the master weights", wanted, got))
-    if placement.master_numel > expected.master_numel:
-        most = f"at most {expected.master_numel:,} elements"
-        rows.append(("master weights on this rank", most, f"{placement.master_numel:,}"))
-    if int(everywhere) < expected.all_masters:
-        least = f"at least {expected.all_masters:,} elements"
-        rows.append(("master weights on all ranks", least, f"{int(everywhere):,}"))
-    if placement.param_bytes > expected.param_bytes:
-        most = f"at most {expected.param_bytes:,} bytes"
-        rows.append(("parameters on this rank", most, f"{placement.param_bytes:,}"))
+    rows = [*_placed(placement, plan, layout), *_cut(adapter, plan, layout)]
     differences: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(differences, [f"{what}: expected {expected}, got {got}" for what, expected, got in rows])
     where: dict[str, list[str]] = {}
@@ -101,10 +42,78 @@ def verify(placement: Placement, expected: ExpectedPlacement, device: torch.devi
             where.setdefault(line, []).append(str(rank))
     if where:
         raise EngineMismatchError(
-            f"the engine of backend {backend!r} does not match the config; please report this bug:\n"
+            f"the engine of backend {plan.backend.name!r} does not match the config; please report this bug:\n"
             + "\n".join(f"{line} (rank {', '.join(ranks[:8])})" for line, ranks in where.items())
         )
 
 
-def _listed(words: Sequence[str]) -> str:
+def _placed(placement: Placement, plan: RunPlan, layout: Mapping[str, Layout]) -> Iterator[tuple[str, str, str]]:
+    """Differences in what an engine reports: what, what was planned, and what it is."""
+    engine = plan.model.name if plan.engine is None else plan.engine.engine
+    units = [] if plan.engine is None else [unit.name for unit in plan.model.units.gathered]
+    trained, rank = _trained(plan), plan.topology.rank
+    dtypes = frozenset({name_of(DTYPES[plan.model.precision.master])} if trained else ())
+    if placement.engine != engine:
+        yield "engine", engine, placement.engine
+    # ZeRO-1 and ZeRO-2 keep full parameters on each rank, so an engine need not have units there.
+    if set(placement.units) != set(units) and (plan.guard.gathers or placement.units):
+        yield "sharded units", _listed(units), _listed(placement.units)
+    if placement.master_dtypes != dtypes:
+        yield "dtype of the master weights", _listed(sorted(dtypes)), _listed(sorted(placement.master_dtypes))
+    held, spare = f"{placement.master_numel:,}", _MORE * len(trained)
+    most = sum(layout[each.name].padded(rank) for each in trained) + spare
+    least = sum(len(layout[each.name].of(rank)) for each in trained) - spare
+    if placement.master_numel > most:
+        yield "master weights on this rank", f"at most {most:,} elements", held
+    if placement.master_numel < least:
+        yield "master weights on this rank", f"at least {least:,} elements", held
+    nbytes = sum(_bytes_of(each, plan, layout[each.name]) for each in plan.model.shape.parameters)
+    if placement.param_bytes > nbytes:
+        yield "parameters on this rank", f"at most {nbytes:,} bytes", f"{placement.param_bytes:,}"
+
+
+def _bytes_of(parameter: ParameterShape, plan: RunPlan, layout: Layout) -> int:
+    """The most bytes that a rank may hold of a parameter between steps."""
+    precision, kept = plan.model.precision, parameter.name in plan.model.kept
+    if plan.optimizer is None:
+        size = ITEMSIZE["fp32" if kept else precision.compute]
+    else:  # frozen parameters keep their dtype on every engine, without an fp32 copy
+        size = ITEMSIZE["fp32"] if kept or parameter.trainable else itemsize(parameter.dtype)
+    if not plan.guard.gathers:
+        return size * parameter.numel
+    # Beside a shard in some engines.
+    whole = parameter.numel if parameter.replicated else 0
+    return size * (layout.padded(plan.topology.rank) + _MORE + whole)
+
+
+def _cut(adapter: InferenceAdapter, plan: RunPlan, layout: Mapping[str, Layout]) -> Iterator[tuple[str, str, str]]:
+    """The first master weight of which this rank holds other elements than planned.
+
+    That an untested version may do, but where an optimizer is told which elements each rank has.
+    """
+    optimizer = None if adapter.training is None else adapter.training.torch_optimizer
+    if not plan.guard.tested and not isinstance(optimizer, ShardOptimizer):
+        return
+    named = dict(adapter.module.named_parameters())
+    try:
+        with torch.no_grad():
+            held = {each.name: adapter.master_shard(named[each.name]).interval for each in _trained(plan)}
+    except BackendError:  # this engine's version does not say, and nothing else may need it
+        return
+    for name, elements in held.items():
+        planned = layout[name].of(plan.topology.rank)
+        if elements != planned:
+            yield f"elements of {name} on this rank", _interval(planned), _interval(elements)
+            return
+
+
+def _trained(plan: RunPlan) -> tuple[ParameterShape, ...]:
+    return () if plan.optimizer is None else plan.model.shape.trainable
+
+
+def _interval(elements: range) -> str:
+    return f"{elements.start:,} to {elements.stop:,}" if elements else "none"
+
+
+def _listed(words: Iterable[str]) -> str:
     return ", ".join(words) or "none"

@@ -27,8 +27,6 @@ class Kept(NamedTuple):
     parameters: tuple[str, ...] = ()
     """Names of parameters; of a tied one, one name."""
     buffers: tuple[str, ...] = ()
-    elements: int = 0
-    """Elements of the parameters."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -58,7 +56,6 @@ def find_kept(model: nn.Module, cfg: Precision, *, train: bool = True) -> Kept:
         tuple(
             name for name, each in model.named_buffers() if id(each) in kept_ids | inside and each.is_floating_point()
         ),
-        sum(each.numel() for each in model.parameters() if id(each) in kept_ids),
     )
     if problem := next(_problems(model, kept, cfg, train=train), None):
         raise ConfigError([Problem("precision.keep_fp32", problem)])

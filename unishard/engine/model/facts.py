@@ -1,9 +1,8 @@
-"""Facts about a model before it is sharded, and checks that it can be."""
+"""What must be equal of a model on all ranks, and checks that it can be sharded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,20 +13,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from unishard.contract.units import numel_of
 from unishard.distributed.storable import obstacle
 from unishard.errors import ModelError
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Facts about a model before it is sharded."""
-
-    elements: int
-    """Elements of all parameters, each counted once."""
-    trainable: int
-    """Elements of the trainable parameters."""
-    frozen_bytes: int
-    """Bytes of the frozen parameters, each in its own dtype."""
-    indivisible: int
-    """Elements by which a rank's shard may exceed an equal share: full rows and padding."""
 
 
 def description_of(model: Any) -> dict[str, str]:
@@ -48,8 +33,8 @@ def description_of(model: Any) -> dict[str, str]:
     return described
 
 
-def facts_of(model: nn.Module, *, train: bool = True, forward_writes: bool = True) -> ModelFacts:
-    """Collect the facts of a model, and check that it can be sharded.
+def check_model(model: nn.Module, *, train: bool = True, forward_writes: bool = True) -> None:
+    """Check that a model can be sharded.
 
     Args:
         model: Not sharded yet.
@@ -64,16 +49,6 @@ def facts_of(model: nn.Module, *, train: bool = True, forward_writes: bool = Tru
     problem = next(_problems(model, train=train, forward_writes=forward_writes), None)
     if problem:
         raise ModelError(problem)
-    parameters = list(model.parameters())
-    trainable = [parameter for parameter in parameters if parameter.requires_grad and train]
-    # FSDP2 shards rows of dim 0, ZeRO pads flat shards by a few elements.
-    rows = sum(max(64, parameter[0].numel() if parameter.dim() and len(parameter) else 1) for parameter in parameters)
-    return ModelFacts(
-        elements=sum(parameter.numel() for parameter in parameters),
-        trainable=sum(parameter.numel() for parameter in trainable),
-        frozen_bytes=sum(parameter.nbytes for parameter in parameters if not (parameter.requires_grad and train)),
-        indivisible=rows,
-    )
 
 
 def _problems(model: nn.Module, *, train: bool, forward_writes: bool) -> Iterator[str]:
