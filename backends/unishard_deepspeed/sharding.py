@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from unishard.contract.kit.dtypes import cast_to_compute
 from unishard.contract.kit.empty_parameters import is_empty
 from unishard.contract.kit.kept_fp32 import is_kept
-from unishard.contract.kit.materialization import Reader, flat_part, materialize, take_reader
+from unishard.contract.kit.materialization import Reader, materialize, take_reader
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import DTYPES
+from unishard.distributed.layout import flat
 from unishard_deepspeed import start
 from unishard_deepspeed.private.building import gather_empty, swapper_of
 from unishard_deepspeed.private.second_copy import group_of_init
@@ -56,7 +57,7 @@ def partition(
     group = None if replicas is None else replicas.get_data_parallel_group()
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     low = spec.precision.compute != "fp32"
-    part = flat_part(rank, ranks) if _keeps_one_part(spec) else None
+    reads_own = _keeps_one_part(spec)
     shared: dict[str, Any] = {}
     originals = []
 
@@ -64,25 +65,25 @@ def partition(
         return train and parameter.requires_grad and spec.precision.compute != spec.precision.master
 
     for parameters in _batches(list(model.parameters())):
-        unread: list[tuple[Any, Reader, torch.dtype, tuple[int, int]]] = []
+        held: dict[Any, range] = {}
+        unread: list[tuple[Any, Reader, torch.dtype, range]] = []
         for parameter in parameters:
-            reader = None if part is None else take_reader(parameter)
+            held[parameter] = own = flat(parameter.numel(), ranks).of(rank)
+            reader = take_reader(parameter) if reads_own else None
             materialize([parameter], device)
             if reader is None:
                 broadcast([parameter])
             make_dense([parameter])  # DeepSpeed sends its bytes; a placeholder is expanded
             if not train:
                 cast_to_compute([parameter], spec.precision)
-            if part is not None and reader is not None:
-                unread.append((parameter, reader, parameter.dtype, part(parameter)))
+            if reader is not None:
+                unread.append((parameter, reader, parameter.dtype, own))
             full = parameter.data.view(-1)
             if low and parameter.is_floating_point() and not is_kept(parameter):
                 parameter.data = parameter.data.to(DTYPES[spec.precision.compute])
             if reader is None and master_differs(parameter):
-                size = -(-full.numel() // ranks)
-                originals.append((parameter, full[size * rank :][:size].clone()))
+                originals.append((parameter, full[own.start : own.stop].clone()))
             del full
-        sizes = [parameter.numel() for parameter in parameters]
         with start.quiet():
             init = deepspeed.zero.Init(
                 module=nn.ParameterList(parameters),
@@ -95,16 +96,14 @@ def partition(
             shared["param_swapper"] = swapper_of(init)
         if spec.second_copies:
             shared["zero_param_parallel_group"] = group_of_init(init)
-        for parameter, reader, dtype, (
-            begin,
-            end,
-        ) in unread:  # now: a buffer that is freed between two shards leaves a hole in the heap
-            values = reader(begin, end).to(dtype) if begin < end else torch.empty(0, dtype=dtype)
+        # Now: a buffer that is freed between two shards leaves a hole in the heap.
+        for parameter, reader, dtype, own in unread:
+            values = reader(own.start, own.stop).to(dtype) if own else torch.empty(0, dtype=dtype)
             parameter.ds_tensor[: values.numel()].copy_(values)
             if master_differs(parameter):
                 originals.append((parameter, values.clone()))
-        for parameter, size in zip(parameters, sizes, strict=True):
-            _clear_padding(parameter, size, rank)
+        for parameter, own in held.items():
+            parameter.ds_tensor[len(own) :].zero_()  # the padding, which DeepSpeed leaves uninitialized
     gather_empty(parameter for parameter in model.parameters() if is_empty(parameter))
     buffers = list(model.buffers())
     materialize(buffers, device)
@@ -135,10 +134,3 @@ def _batches(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]
         elements += parameter.numel()
     if batch:
         yield batch
-
-
-@torch.no_grad()
-def _clear_padding(parameter: Any, size: int, rank: int) -> None:
-    """Zero the padding at the end of this rank's shard, which DeepSpeed leaves uninitialized."""
-    shard = parameter.ds_tensor
-    shard[max(0, size - shard.numel() * rank) :].zero_()

@@ -16,11 +16,12 @@ from unishard.config import Precision
 from unishard.contract.kit.dtypes import cast_to_compute
 from unishard.contract.kit.forwards import is_compiled
 from unishard.contract.kit.kept_fp32 import all_kept, is_kept
-from unishard.contract.kit.materialization import Part, materialize, row_part
+from unishard.contract.kit.materialization import materialize
 from unishard.contract.kit.replicated import is_replicated
 from unishard.contract.units import Unit
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import dtype_named
+from unishard.distributed.layout import rows
 from unishard.distributed.process_group import mesh_of_ranks
 from unishard_fsdp import collective_settings
 from unishard_fsdp.dimensionless import add_dimension
@@ -39,7 +40,7 @@ def load(
     apply: Apply | None = None,
     *,
     frozen: Precision | None = None,
-    part: Part | None = None,
+    kept: Callable[[Tensor], range] | None = None,
 ) -> None:
     """Broadcast rank 0's model to every rank and shard it, one unit at a time, the root last. Collective.
 
@@ -51,7 +52,7 @@ def load(
         device: Where this rank computes.
         apply: Shards a module whose tensors have their data; None to not shard.
         frozen: For inference: freeze the model and cast it to this section's compute dtype.
-        part: What `apply` keeps of a parameter on this rank, which is all that is read of one in a file.
+        kept: What `apply` keeps of a parameter on this rank, which is all that is read of one in a file.
     """
     seen: set[Tensor] = set()
     queue: list[tuple[nn.Module, list[Tensor]]] = []
@@ -62,7 +63,7 @@ def load(
     del seen
     while queue:
         module, own = queue.pop(0)
-        broadcast(materialize(own, device, part))
+        broadcast(materialize(own, device, kept))
         if frozen is not None:
             cast_to_compute(own, frozen)
         # `fully_shard` refuses others; fused optimizers step the memory from the first element on (torch 2.13), gaps
@@ -129,12 +130,6 @@ def _mesh(device: torch.device, axes: Mesh | None = None) -> DeviceMesh:
     return mesh_of_ranks(device.type, (axes.replicate, axes.shard), ("replicate", "shard"))
 
 
-def _part(shards: DeviceMesh) -> Part:
-    """What this rank keeps of a parameter: rows, or all of it."""
-    of_rows = row_part(shards.get_local_rank(), shards.size())
-    return lambda parameter: (0, parameter.numel()) if is_replicated(parameter) else of_rows(parameter)
-
-
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else dtype_named(name)
 
@@ -195,7 +190,11 @@ def apply_fully_shard(
             cast(FSDPModule, module).set_unshard_in_backward(False)
 
     shards = mesh["shard"]
-    load(model, units, device, apply, frozen=frozen, part=_part(shards))
+
+    def own_rows(parameter: Tensor) -> range:
+        return rows(parameter.shape, 1 if is_replicated(parameter) else shards.size()).of(shards.get_local_rank())
+
+    load(model, units, device, apply, frozen=frozen, kept=own_rows)
     _keep_fp32(model)
     _run_as_unsharded(model)
     collective_settings.apply(model, options)

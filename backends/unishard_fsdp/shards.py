@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from unishard.distributed.layout import rows
 from unishard.distributed.shards import Shard
 from unishard_fsdp.dimensionless import shape_of
 
@@ -24,7 +25,6 @@ def shard_of(parameter: nn.Parameter, values: Tensor | None = None) -> Shard:
         for axis, placement in enumerate(tensor.placements):
             mesh = tensor.device_mesh
             if placement.is_shard(0) and mesh.size(axis) > 1:
-                rows = -(-len(tensor) // mesh.size(axis)) * mesh.get_local_rank(axis)
-                start = min(rows, len(tensor)) * tensor.shape[1:].numel()
-                return Shard(shape, tensor.to_local().view(-1), start, mesh.get_group(axis))
+                own = rows(tensor.shape, mesh.size(axis)).of(mesh.get_local_rank(axis))
+                return Shard(shape, tensor.to_local().view(-1), own.start, mesh.get_group(axis))
     return Shard(shape, local(tensor).detach().view(shape))

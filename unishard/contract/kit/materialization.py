@@ -23,8 +23,6 @@ from unishard.errors import ModelError
 
 Reader = Callable[[int, int], Tensor]
 """Reads the elements between two offsets of the flattened parameter: flat, on the CPU."""
-Part = Callable[[Tensor], tuple[int, int]]
-"""The elements of a parameter that this rank keeps, in the flattened parameter."""
 
 _LARGE_BYTES = 2**20
 
@@ -57,27 +55,6 @@ def take_reader(parameter: Tensor) -> Reader | None:
     vars(parameter).pop(_COPY, None)
     reader: Reader | None = vars(parameter).pop(_READER, None)
     return reader
-
-
-def row_part(rank: int, ranks: int) -> Part:
-    """What a rank keeps if `torch.chunk` divides the first dim, as FSDP2 does."""
-
-    def part(parameter: Tensor) -> tuple[int, int]:
-        rows = parameter.shape[0]
-        per_rank, row = -(-rows // ranks), parameter.numel() // max(rows, 1)
-        return min(per_rank * rank, rows) * row, min(per_rank * (rank + 1), rows) * row
-
-    return part
-
-
-def flat_part(rank: int, ranks: int) -> Part:
-    """What a rank keeps if the flattened parameter is divided, as ZeRO does."""
-
-    def part(parameter: Tensor) -> tuple[int, int]:
-        per_rank = -(-parameter.numel() // ranks)
-        return min(per_rank * rank, parameter.numel()), min(per_rank * (rank + 1), parameter.numel())
-
-    return part
 
 
 def check(model: nn.Module, *, train: bool) -> None:
@@ -125,14 +102,16 @@ def _without_data(model: nn.Module) -> Iterator[str]:
 
 
 @torch.no_grad()
-def materialize(tensors: Iterable[Tensor], device: torch.device, part: Part | None = None) -> list[Tensor]:
+def materialize(
+    tensors: Iterable[Tensor], device: torch.device, kept: Callable[[Tensor], range] | None = None
+) -> list[Tensor]:
     """Move tensors to a device in place, and allocate those on the meta device.
 
     Args:
         tensors: Parameters and buffers.
         device: Where this rank computes.
-        part: What this rank keeps of a parameter. A parameter with a reader then has only these elements; the others
-            are uninitialized.
+        kept: The elements that this rank keeps of a parameter. One with a reader then has only these; the others are
+            uninitialized.
 
     Returns:
         Those of the tensors to broadcast from rank 0 next; the others have what this rank keeps.
@@ -140,15 +119,15 @@ def materialize(tensors: Iterable[Tensor], device: torch.device, part: Part | No
     pending = []
     for tensor in tensors:
         read = take_reader(tensor)
-        if read is None or part is None:
+        if read is None or kept is None:
             pending.append(tensor)
         if read is None and not tensor.is_meta:
             tensor.data = tensor.data.to(device)
             continue
         replace_data(tensor, _empty(tensor, device))
-        begin, end = (0, tensor.numel() if dist.get_rank() == 0 else 0) if part is None else part(tensor)
-        if read is not None and begin < end:
-            tensor.data.view(-1)[begin:end].copy_(read(begin, end))
+        own = range(tensor.numel() if dist.get_rank() == 0 else 0) if kept is None else kept(tensor)
+        if read is not None and own:
+            tensor.data.view(-1)[own.start : own.stop].copy_(read(own.start, own.stop))
     return pending
 
 
