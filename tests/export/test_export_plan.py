@@ -103,14 +103,14 @@ def test_a_dtype_that_the_files_do_not_have_is_refused() -> None:
 @given(st.integers(0, 60), st.lists(st.integers(0, 60), max_size=4), st.integers(1, 3))
 def test_what_ranks_write_of_a_tensor_is_all_of_it_once(numel: int, cuts: list[int], copies: int) -> None:
     bounds = [0, *sorted(min(cut, numel) for cut in cuts), numel]
-    held = list(itertools.pairwise(bounds)) * copies
+    held = list(itertools.starmap(range, itertools.pairwise(bounds))) * copies
     assert missing(held, numel) is None
-    written = [element for rank in range(len(held)) for element in range(*share(held, rank))]
+    written = [element for rank in range(len(held)) for element in share(held, rank)]
     assert sorted(written) == list(range(numel))
 
 
 def test_what_nobody_holds_is_found() -> None:
-    assert missing([(0, 3), (4, 9)], 9) == 3
-    assert missing([(0, 3), (2, 8)], 9) == 8
-    assert missing([(1, 9)], 9) == 0
-    assert missing([(0, 9), (3, 3)], 9) is None
+    assert missing([range(3), range(4, 9)], 9) == 3
+    assert missing([range(3), range(2, 8)], 9) == 8
+    assert missing([range(1, 9)], 9) == 0
+    assert missing([range(9), range(3, 3)], 9) is None

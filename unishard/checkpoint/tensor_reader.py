@@ -88,14 +88,13 @@ class Tensors:
         tensor = self.lazy(name)
         return tensor.read(0, tensor.end).view(tensor.shape)
 
-    def require(self, name: str, shape: Sequence[int], begin: int, end: int) -> None:
+    def require(self, name: str, shape: Sequence[int], interval: range) -> None:
         """Check that a part of a tensor can be read, by the index and the sizes of the files; reads no element.
 
         Args:
             name: The tensor.
             shape: The shape that it must have.
-            begin: The first element, in the flattened tensor.
-            end: Behind the last one.
+            interval: Of the flattened tensor.
 
         Raises:
             CheckpointError: It does not exist, has another shape, or is incomplete.
@@ -106,14 +105,14 @@ class Tensors:
                 f"{self.folder}: {name} has shape {tuple(self.shapes[name])} in the index, not {tuple(shape)}; the "
                 "checkpoint is damaged"
             )
-        target = ReadRequest(name, begin, torch.empty(end - begin, device="meta"))
+        target = ReadRequest(name, interval.start, torch.empty(len(interval), device="meta"))
         available = 0
-        for chunk in self._chunks(name, begin, end):
+        for chunk in self._chunks(name, interval.start, interval.stop):
             if chunk.file not in self._sizes:
                 self._open(chunk).close()
             self._require_room(chunk)
             available += sum(length for *_, length in _common(chunk, target))
-        if available != end - begin:
+        if available != len(interval):
             raise CheckpointError(f"{self.folder}: {name} is incomplete; use another checkpoint")
 
     @torch.no_grad()

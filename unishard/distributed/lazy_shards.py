@@ -25,6 +25,11 @@ class LazyShard(NamedTuple):
     """Returns the elements between two offsets of the flattened full tensor, both within the shard: flat, contiguous,
     on any device."""
 
+    @property
+    def interval(self) -> range:
+        """The elements of the flattened full tensor."""
+        return range(self.start, self.end)
+
 
 def lazy_shard_of(part: Shard) -> LazyShard:
     """This rank's shard of a live tensor.
@@ -32,7 +37,5 @@ def lazy_shard_of(part: Shard) -> LazyShard:
     Its memory is read when it is written to a file, not now, unless it is not contiguous.
     """
     values = flat(part.values)
-    start = 0 if part.group is None else part.start
-    return LazyShard(
-        part.shape, values.dtype, start, start + values.numel(), lambda begin, end: values[begin - start : end - start]
-    )
+    start, stop = part.interval.start, part.interval.stop
+    return LazyShard(part.shape, values.dtype, start, stop, lambda begin, end: values[begin - start : end - start])

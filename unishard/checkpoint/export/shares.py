@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-Interval = tuple[int, int]
-"""First element in the flattened tensor, and one past the last."""
 
-
-def share(intervals: Sequence[Interval], rank: int) -> Interval:
+def share(intervals: Sequence[range], rank: int) -> range:
     """The interval that one rank writes: its own, divided between the ranks that hold the same one.
 
     Args:
         intervals: The interval that each rank holds.
         rank: The rank that writes.
     """
-    start, end = intervals[rank]
-    same = [who for who, theirs in enumerate(intervals) if theirs == (start, end)]
-    place, length = same.index(rank), end - start
-    return start + length * place // len(same), start + length * (place + 1) // len(same)
+    own = intervals[rank]
+    same = [who for who, theirs in enumerate(intervals) if theirs == own]
+    place = same.index(rank)
+    return own[len(own) * place // len(same) : len(own) * (place + 1) // len(same)]
 
 
-def missing(intervals: Sequence[Interval], numel: int) -> int | None:
+def missing(intervals: Sequence[range], numel: int) -> int | None:
     """The first element that no rank holds; None if all elements are held."""
     reached = 0
-    for start, end in sorted(intervals):
-        if start > reached:
+    for held in sorted(intervals, key=lambda each: each.start):
+        if held.start > reached:
             break
-        reached = max(reached, end)
+        reached = max(reached, held.stop)
     return reached if reached < numel else None

@@ -88,12 +88,12 @@ def _begin(folder: Path, files: Sequence[File], overwrite: bool) -> str:
     return str(draft)
 
 
-def _intervals(shards: Mapping[str, LazyShard], files: Sequence[File]) -> dict[str, tuple[int, int]]:
+def _intervals(shards: Mapping[str, LazyShard], files: Sequence[File]) -> dict[str, range]:
     sources = dict.fromkeys(place.entry.source for file in files for place in file.places)
-    return {source: (shards[source].start, shards[source].end) for source in sources}
+    return {source: shards[source].interval for source in sources}
 
 
-def _refuse_gaps(shards: Mapping[str, LazyShard], intervals: Sequence[Mapping[str, tuple[int, int]]]) -> None:
+def _refuse_gaps(shards: Mapping[str, LazyShard], intervals: Sequence[Mapping[str, range]]) -> None:
     for source in intervals[0]:
         gap = missing([theirs[source] for theirs in intervals], shards[source].shape.numel())
         if gap is not None:
@@ -107,7 +107,7 @@ def _fill(
     folder: Path,
     shards: Mapping[str, LazyShard],
     files: Sequence[File],
-    intervals: Sequence[Mapping[str, tuple[int, int]]],
+    intervals: Sequence[Mapping[str, range]],
     rank: int,
     advance: Advance,
 ) -> None:
@@ -116,8 +116,8 @@ def _fill(
             descriptor = os.open(draft / file.name, os.O_WRONLY)
             try:
                 for entry, at in file.places:
-                    begin, end = share([theirs[entry.source] for theirs in intervals], rank)
-                    begin, end = max(begin, entry.start), min(end, entry.start + math.prod(entry.shape))
+                    own = share([theirs[entry.source] for theirs in intervals], rank)
+                    begin, end = max(own.start, entry.start), min(own.stop, entry.start + math.prod(entry.shape))
                     _put(descriptor, at, entry, shards[entry.source], begin, end, advance)
                 os.fsync(descriptor)
             finally:

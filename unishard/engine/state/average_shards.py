@@ -58,7 +58,7 @@ class AverageShards:
         for average, values in zip(self.averages, self.live, strict=True):
             average.copy_(values)
         shards = self._found(tensors)
-        tensors.read(ReadRequest(name, start, shard.values.view(-1)) for name, (start, shard) in shards.items())
+        tensors.read(ReadRequest(name, shard.interval.start, shard.values.view(-1)) for name, shard in shards.items())
         lacking = len(self.by_name) - len(shards)
         which = (
             f"moving averages of {lacking} parameters" if has_average(tensors) else "a moving average of the weights"
@@ -71,16 +71,12 @@ class AverageShards:
         Raises:
             CheckpointError: It is incomplete.
         """
-        for name, (start, shard) in self._found(tensors).items():
-            tensors.require(name, shard.shape, start, start + shard.values.numel())
+        for name, shard in self._found(tensors).items():
+            tensors.require(name, shard.shape, shard.interval)
 
-    def _found(self, tensors: Tensors) -> dict[str, tuple[int, Shard]]:
-        """By name in the checkpoint: where each shard begins, and the shard."""
-        return {
-            name: (0 if shard.group is None else shard.start, shard)
-            for name, shard in self.to_save().items()
-            if name in tensors
-        }
+    def _found(self, tensors: Tensors) -> dict[str, Shard]:
+        """Those that the checkpoint has, by their name in it."""
+        return {name: shard for name, shard in self.to_save().items() if name in tensors}
 
 
 def has_average(tensors: Tensors) -> bool:

@@ -73,8 +73,7 @@ class ShardedTensors(Part):
             place = self._run.adapter.master_shard(trained[name])
             wanted |= {tensor_names.of_optimizer(name, key): place for key in needs.tensors}
         for name, shard in wanted.items():
-            begin = 0 if shard.group is None else shard.start
-            source.tensors.require(name, shard.shape, begin, begin + shard.values.numel())
+            source.tensors.require(name, shard.shape, shard.interval)
 
     @torch.no_grad()
     def read(self, source: CheckpointSource) -> None:
@@ -96,7 +95,7 @@ class ShardedTensors(Part):
             )
             if not values.is_contiguous():
                 strided.append((name, values, flat))
-            requests.append(ReadRequest(name, 0 if shard.group is None else shard.start, flat))
+            requests.append(ReadRequest(name, shard.interval.start, flat))
         source.tensors.read(requests)
         for name, values, flat in strided:
             values.copy_(flat.view(values.shape))
