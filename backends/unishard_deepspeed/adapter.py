@@ -278,9 +278,7 @@ class DeepSpeedAdapter(EngineAdapter):
 
         def now() -> dict[nn.Parameter, SteppedShard]:
             return {
-                each: SteppedShard(*masters.stepped_tensor(*masters.places[each]))
-                if each in masters.places
-                else nowhere
+                each: SteppedShard(*masters.stepped_tensor(each)) if each in masters.masters else nowhere
                 for each in self._zero.stepping(masters)
                 if each not in masters.unused
             }

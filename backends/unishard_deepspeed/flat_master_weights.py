@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-class FlatShard(NamedTuple):
-    """A parameter's shard in a flat master weight."""
-
-    parameter: nn.Parameter
-    """The module's parameter."""
-    start: int
-    """Its first element in the flat master weight."""
-    numel: int
-    """Its elements on this rank."""
+Shards = Mapping[Tensor, Mapping[nn.Parameter, range]]
+"""Where the shards of parameters lie in each flat master weight."""
 
 
 class FlatMasterWeights:
@@ -33,7 +25,7 @@ class FlatMasterWeights:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        find: Callable[[], Mapping[Tensor, Sequence[FlatShard]]],
+        find: Callable[[], Shards],
         settle: Callable[[], None],
     ) -> None:
         """Register hooks on an optimizer.
@@ -49,33 +41,33 @@ class FlatMasterWeights:
         self._optimizer = optimizer
         self._find = find
         self._wait = settle
-        self._split: dict[Tensor, list[tuple[FlatShard, Tensor]]] = {}
+        self._split: dict[Tensor, dict[nn.Parameter, Tensor]] = {}
         self._stepping: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
 
     @cached_property
-    def shards(self) -> Mapping[Tensor, Sequence[FlatShard]]:
+    def shards(self) -> Shards:
         """The shards of each flat master weight on this rank."""
         return self._find()
 
     @cached_property
-    def places(self) -> Mapping[nn.Parameter, tuple[Tensor, FlatShard]]:
-        """The flat master weight and the shard of each parameter that this rank holds some of."""
-        return {shard.parameter: (master, shard) for master, shards in self.shards.items() for shard in shards}
+    def masters(self) -> Mapping[nn.Parameter, Tensor]:
+        """The flat master weight of each parameter that this rank holds some of."""
+        return {parameter: master for master, shards in self.shards.items() for parameter in shards}
 
     def remove(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
-    def stepped_tensor(self, master: Tensor, shard: FlatShard) -> tuple[Tensor, int]:
-        """The tensor that the optimizer steps (the flat master weight or a view of it), and the start of a shard in
-        it.
+    def stepped_tensor(self, parameter: nn.Parameter) -> tuple[Tensor, int]:
+        """The tensor that the optimizer steps (the flat master weight or a view of it), and the start of a parameter's
+        shard in it.
         """
-        for part, view in self._split.get(master, ()):
-            if part is shard:
-                return view, 0
-        return master, shard.start
+        master = self.masters[parameter]
+        if master in self._split:
+            return self._split[master][parameter], 0
+        return master, self.shards[master][parameter].start
 
     def stepping(self) -> list[Tensor]:
         """Inside a step: the master weights that it steps, all or in part."""
@@ -88,10 +80,10 @@ class FlatMasterWeights:
         self._split.clear()
         self._optimizer.state.clear()
 
-    def split(self, master: Tensor) -> list[Tensor]:
-        """Give each shard its own state from now on; returns views of the shards in order."""
-        self._split[master] = [(shard, self._view(master, shard)) for shard in self.shards[master]]
-        return [view for _, view in self._split[master]]
+    def split(self, master: Tensor) -> Mapping[nn.Parameter, Tensor]:
+        """Give each shard its own state from now on; returns views of the shards."""
+        self._split[master] = {parameter: self._view(master, own) for parameter, own in self.shards[master].items()}
+        return self._split[master]
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._wait()
@@ -109,34 +101,34 @@ class FlatMasterWeights:
         self._stepping.clear()
 
     def _tensors_to_step(self, master: Tensor) -> list[Tensor]:
-        shards = self.shards.get(master, ())
-        staying = [shard for shard in shards if shard.parameter in self.unused]
+        shards = self.shards.get(master, {})
+        staying = shards.keys() & self.unused
         if shards and len(staying) == len(shards):
             return []
         if staying and master not in self._split:
             self.split(master)
         if master not in self._split:
             return [master]
-        moving = [(shard, view) for shard, view in self._split[master] if shard.parameter not in self.unused]
-        for shard, view in moving:
-            view.grad = None if master.grad is None else master.grad.narrow(0, shard.start, shard.numel)
-        return [view for _, view in moving]
+        moving = {each: view for each, view in self._split[master].items() if each not in staying}
+        for parameter, view in moving.items():
+            view.grad = None if master.grad is None else _part(master.grad, shards[parameter])
+        return [*moving.values()]
 
-    def _view(self, master: Tensor, shard: FlatShard) -> Tensor:
+    def _view(self, master: Tensor, own: range) -> Tensor:
         """A view of a shard, with the state that it had in the flat master weight."""
-        view = master.detach().narrow(0, shard.start, shard.numel)
+        view = _part(master.detach(), own)
         for key, value in self._optimizer.state.get(master, {}).items():
             if not isinstance(value, Tensor):
                 self._optimizer.state[view][key] = value
             elif value.shape == master.shape:
-                self._optimizer.state[view][key] = value.narrow(0, shard.start, shard.numel)
+                self._optimizer.state[view][key] = _part(value, own)
             else:
                 self._optimizer.state[view][key] = value.clone()
         return view
 
     def gather_state(self, master: Tensor) -> None:
         """Move state that the step created for single shards into flat tensors, and make it views of those."""
-        for shard, view in self._split.get(master, ()):
+        for parameter, view in self._split.get(master, {}).items():
             view.grad = None
             flat = self._optimizer.state[master]
             for key, value in self._optimizer.state.get(view, {}).items():
@@ -145,6 +137,10 @@ class FlatMasterWeights:
                     continue
                 if key not in flat:
                     flat[key] = torch.zeros(master.shape, dtype=value.dtype, device=value.device)
-                interval = flat[key].narrow(0, shard.start, shard.numel)
+                interval = _part(flat[key], self.shards[master][parameter])
                 if interval.data_ptr() != value.data_ptr():
                     self._optimizer.state[view][key] = interval.copy_(value)
+
+
+def _part(values: Tensor, own: range) -> Tensor:
+    return values.narrow(0, own.start, len(own))

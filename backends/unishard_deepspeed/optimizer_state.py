@@ -38,10 +38,9 @@ class ZeroOptimizerState:
         nothing.
         """
         held = self._zero.master_shard(parameter)
-        if parameter not in self._masters.places or not held.values.numel():
+        if parameter not in self._masters.masters or not held.values.numel():
             return {}
-        master, shard = self._masters.places[parameter]
-        tensor, start = self._masters.stepped_tensor(master, shard)
+        master, (tensor, start) = self._masters.masters[parameter], self._masters.stepped_tensor(parameter)
         tensors, numbers = tensors_and_numbers(
             self._torch, self._groups[master], tensor, self._torch.state.get(tensor, {})
         )
@@ -58,14 +57,14 @@ class ZeroOptimizerState:
         self._zero.unlink_states()
         self._masters.forget()
         for master, parts in self._masters.shards.items():
-            wanted = [specs.get(shard.parameter) for shard in parts]
+            wanted = [specs.get(parameter) for parameter in parts]
             if any(spec != wanted[0] for spec in wanted):
                 self._make_split(master, wanted)
             elif wanted[0] is not None:
                 self._torch.state[master] = fresh_state(self._torch, self._groups[master], master, wanted[0])
 
     def _make_split(self, master: Tensor, wanted: list[StateSpec | None]) -> None:
-        for view, spec in zip(self._masters.split(master), wanted, strict=True):
+        for view, spec in zip(self._masters.split(master).values(), wanted, strict=True):
             if spec is not None:
                 self._torch.state[view] = fresh_state(self._torch, self._groups[master], view, spec)
         self._masters.gather_state(master)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.distributed.shards import Shard
-from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard
+from unishard_deepspeed.flat_master_weights import FlatMasterWeights, Shards
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private.clipping import TorchClipping
 from unishard_deepspeed.private.table import OF_STAGE_0
@@ -81,12 +81,9 @@ class Stage0(ZeroOptimizer):
         """Without those of a skipped update, whose gradients are taken away."""
         return (each for each in self.inner.stepping() if self.inner.full_masters[each].grad is not None)
 
-    def shards_of_masters(self) -> dict[Tensor, list[FlatShard]]:
+    def shards_of_masters(self) -> Shards:
         """A whole parameter each."""
-        return {
-            master: [FlatShard(parameter, 0, parameter.numel())]
-            for parameter, master in self.inner.full_masters.items()
-        }
+        return {master: {parameter: range(parameter.numel())} for parameter, master in self.inner.full_masters.items()}
 
     def master_shard(self, parameter: nn.Parameter) -> Shard:
         """All of it."""

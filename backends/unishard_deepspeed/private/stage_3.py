@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from unishard.contract.kit.kept_fp32 import is_kept
 from unishard.contract.private_api import PrivateApi
 from unishard.distributed.shards import Shard
-from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard
+from unishard_deepspeed.flat_master_weights import FlatMasterWeights, Shards
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private import partitioned
 from unishard_deepspeed.private.building import keep_adagrad
@@ -119,7 +120,7 @@ class Stage3(ZeroOptimizer):
 
     def stepping(self, masters: FlatMasterWeights) -> Iterable[nn.Parameter]:
         """It keeps all groups in the torch optimizer, and fills one with a part of it (_optimizer_step)."""
-        return (shard.parameter for master in masters.stepping() for shard in masters.shards[master])
+        return chain.from_iterable(masters.shards[master] for master in masters.stepping())
 
     def gather_after(self) -> None:
         """On the stream that gathers."""
@@ -137,14 +138,14 @@ class Stage3(ZeroOptimizer):
 
         return [torch.empty_like(safe_get_local_fp32_param(each), device="meta") for each in self.inner.trained]
 
-    def shards_of_masters(self) -> dict[Tensor, list[FlatShard]]:
+    def shards_of_masters(self) -> Shards:
         """In the order of parameters."""
-        shards: dict[Tensor, list[FlatShard]] = {}
+        shards: dict[Tensor, dict[nn.Parameter, range]] = {}
         masters = self.masters
         for parameter in self.inner.trained:
             group, start, numel = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
             if numel:
-                shards.setdefault(masters[group], []).append(FlatShard(parameter, start, numel))
+                shards.setdefault(masters[group], {})[parameter] = range(start, start + numel)
         return shards
 
     def groups_of_masters(self) -> dict[Tensor, dict[str, Any]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from unishard.contract.kit.kept_fp32 import is_kept
 from unishard.contract.private_api import PrivateApi
 from unishard.distributed.shards import Shard
-from unishard_deepspeed.flat_master_weights import FlatShard
+from unishard_deepspeed.flat_master_weights import Shards
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private.clipping import EngineClipping
 from unishard_deepspeed.private.reduction import call_before, create_hooks
@@ -164,14 +164,15 @@ class Stages12(ZeroOptimizer):
         finally:
             del self.optimizer.check_overflow
 
-    def shards_of_masters(self) -> dict[Tensor, list[FlatShard]]:
+    def shards_of_masters(self) -> Shards:
         """By DeepSpeed's own mapping (utils/tensor_fragment.py), which is None where other ranks hold all of it."""
-        shards: dict[Tensor, list[FlatShard]] = {}
+        shards: dict[Tensor, dict[nn.Parameter, range]] = {}
         for parameter in self.inner.trained:
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]
             if mapping is not None and mapping.hp_fragment_address.numel:
-                shard = FlatShard(parameter, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel)
-                shards.setdefault(self.masters[mapping.param_group_index], []).append(shard)
+                start, numel = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+                in_master = shards.setdefault(self.masters[mapping.param_group_index], {})
+                in_master[parameter] = range(start, start + numel)
         return shards
 
     def master_shard(self, parameter: Any) -> Shard:

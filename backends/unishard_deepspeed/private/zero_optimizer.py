@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from unishard.contract.private_api import PrivateApi
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
-from unishard_deepspeed.flat_master_weights import FlatMasterWeights, FlatShard
+from unishard_deepspeed.flat_master_weights import FlatMasterWeights, Shards
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private.building import keep_adagrad
 from unishard_deepspeed.private.table import Cases
@@ -171,7 +171,7 @@ class ZeroOptimizer(ABC):
         return self.inner.masters
 
     @abstractmethod
-    def shards_of_masters(self) -> dict[Tensor, list[FlatShard]]:
+    def shards_of_masters(self) -> Shards:
         """The shards of parameters in each master weight on this rank."""
 
     def groups_of_masters(self) -> dict[Tensor, dict[str, Any]]:
