@@ -8,19 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unishard.eight_bit.codes import BLOCK, dequantized, quantized
-from unishard.eight_bit.moments import MOMENTS, Moments8bit, ShardPlace
+from unishard.eight_bit.moments import MOMENTS, Moments8bit
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 
-def place(held, start=0):
-    return ShardPlace(10**6, start, held, torch.float32, torch.device("cpu"))
+def made(held, start=0):
+    return Moments8bit(range(start, start + held), torch.device("cpu"))
 
 
 def trained(held, start, updates, seed, spread):
     """Moments after updates with gradients of very different sizes, some of them zero."""
     generator = torch.Generator().manual_seed(seed)
-    moments, weights = Moments8bit(place(held, start)), torch.randn(held, generator=generator)
+    moments, weights = made(held, start), torch.randn(held, generator=generator)
     sizes = 10 ** (spread * torch.randn(held // 90 + 1, generator=generator)).repeat_interleave(90)[:held]
     for _ in range(updates):
         given = torch.rand(held, generator=generator) > 0.3
@@ -40,7 +40,7 @@ def trained(held, start, updates, seed, spread):
 def test_what_is_saved_of_moments_and_loaded_into_the_same_blocks_is_the_same_to_the_bit(
     held, start, updates, seed, spread, cut
 ):
-    moments, again = trained(held, start, updates, seed, spread), Moments8bit(place(held, start))
+    moments, again = trained(held, start, updates, seed, spread), made(held, start)
     begin, end = sorted(int(part * held) for part in cut)
     for key in MOMENTS:
         saved = moments.read(key, 0, held)
@@ -76,7 +76,7 @@ def test_blocks_of_a_shard_are_those_of_the_whole_parameter_but_where_it_ends_in
     whole = trained(1500, 0, 3, 1, 1.0)
     for key in MOMENTS:
         saved = whole.read(key, 0, 1500)
-        part = Moments8bit(place(1000, 300))
+        part = made(1000, 300)
         part.write(key, saved[300:1300])
         assert torch.equal(part.read(key, 0, 1000)[212:980], saved[512:1280])
 
@@ -86,7 +86,7 @@ def test_a_shard_that_begins_with_a_block_is_updated_as_by_bitsandbytes():
 
     generator = torch.Generator().manual_seed(0)
     theirs = torch.nn.Parameter(torch.randn(8193, generator=generator))
-    ours, moments = theirs.detach().clone(), Moments8bit(place(8193, 2 * BLOCK))
+    ours, moments = theirs.detach().clone(), made(8193, 2 * BLOCK)
     optimizer = AdamW8bit([theirs], **OPTIONS)
     for _ in range(5):
         theirs.grad = torch.randn(8193, generator=generator)

@@ -14,7 +14,7 @@ from unishard.config import Config
 from unishard.engine.model.shape import shape_of
 from unishard.engine.resolve import setup_of
 from unishard.errors import ConfigError
-from unishard.matrices.layout import Interval, Matrix, _balanced, _buckets
+from unishard.matrices.owners import Matrix, _balanced, _buckets
 from unishard.testing.models import llama, mlp
 
 
@@ -77,9 +77,7 @@ def test_what_is_no_matrix_is_refused() -> None:
 
 def test_owners_have_equal_work_and_a_bucket_ends_where_it_is_full() -> None:
     assert sorted(_balanced([5, 4, 3, 3, 3], 2)) == [0, 0, 1, 1, 1]
-    matrices = [
-        Matrix(str(rows), torch.Size((rows, 2)), torch.float32, intervals=(Interval(0, 0),)) for rows in (3, 4, 9, 1)
-    ]
+    matrices = [Matrix(str(rows), torch.Size((rows, 2)), torch.float32) for rows in (3, 4, 9, 1)]
     assert [[each.name for each in bucket] for bucket in _buckets(matrices, 14)] == [["3", "4"], ["9"], ["1"]]
 
 

@@ -8,17 +8,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from unishard.distributed.layout import Layout
 from unishard.distributed.shard_optimizer import ShardOptimizer
 from unishard.distributed.shards import SteppedShard
-from unishard.eight_bit.moments import Moments8bit, ShardPlace
+from unishard.eight_bit.moments import Moments8bit
 from unishard.matrices.adamw import first_state, update
 
 
 class _SharedBlocks(NamedTuple):
     """How an optimizer's parameters are sharded."""
 
-    places: Mapping[int, Mapping[str, ShardPlace]]
+    names: Mapping[int, Sequence[str]]
     """Of each group, by the identity of its dict: engines step some groups at a time."""
+    layout: Mapping[str, Layout]
+    rank: int
     stepped: Callable[[], Mapping[str, SteppedShard]]
 
 
@@ -40,22 +43,22 @@ class AdamW8bit(ShardOptimizer):
     _sharing: _SharedBlocks | None
 
     def share(
-        self, places: Sequence[Mapping[str, ShardPlace]], stepped: Callable[[], Mapping[str, SteppedShard]]
+        self,
+        names: Sequence[Sequence[str]],
+        layout: Mapping[str, Layout],
+        rank: int,
+        stepped: Callable[[], Mapping[str, SteppedShard]],
     ) -> None:
         """Step shards from now on; before that, `step` does nothing, which DeepSpeed calls while it is built.
 
         Args:
-            places: Of each group, this rank's shard of each parameter.
+            names: Of the parameters in each group.
+            layout: Which elements of each the ranks hold.
+            rank: Which one this is.
             stepped: Called in a step: where it finds the shards of the parameters that it changes, by name.
         """
-        groups = zip(self.param_groups, places, strict=True)
-        self._sharing = _SharedBlocks({id(group): members for group, members in groups}, stepped)
-
-    @property
-    def places(self) -> Mapping[str, ShardPlace]:
-        """Where this rank's shard of each parameter lies."""
-        sections = self._sharing.places.values() if self._sharing else ()
-        return {name: place for section in sections for name, place in section.items()}
+        groups = zip(self.param_groups, names, strict=True)
+        self._sharing = _SharedBlocks({id(group): members for group, members in groups}, layout, rank, stepped)
 
     def is_small(self, name: str, numel: int) -> bool:
         """Whether a parameter of so many elements has the state of torch's AdamW; the same on all ranks."""
@@ -71,20 +74,22 @@ class AdamW8bit(ShardOptimizer):
         if self._sharing is not None:
             stepped = self._sharing.stepped()
             for group in self.param_groups:
-                self._step_group(group, self._sharing.places[id(group)], stepped)
+                self._step_group(group, self._sharing, stepped)
 
     def _step_group(
-        self, group: Mapping[str, Any], places: Mapping[str, ShardPlace], stepped: Mapping[str, SteppedShard]
+        self, group: Mapping[str, Any], sharing: _SharedBlocks, stepped: Mapping[str, SteppedShard]
     ) -> None:
         small: list[tuple[_Stepped, dict[str, Any]]] = []
-        for name, place in places.items():
-            if not place.held or name not in stepped or stepped[name].tensor.grad is None:
+        for name in sharing.names[id(group)]:
+            held = sharing.layout[name].of(sharing.rank)
+            if not held or name not in stepped or stepped[name].tensor.grad is None:
                 continue
-            shard = _Stepped(stepped[name], place)
-            if self.is_small(name, place.numel):
+            shard = _Stepped(stepped[name], len(held))
+            if self.is_small(name, sharing.layout[name].numel):
                 small.append((shard, self.small_of(name, shard.weights)))
             else:
-                self.moments_of(name, place).to(shard.weights.device).update(shard.weights, shard.gradient, group)
+                device = shard.weights.device
+                self.moments_of(name, held, device).to(device).update(shard.weights, shard.gradient, group)
                 shard.write()
         if small:
             shards = [shard for shard, _ in small]
@@ -93,10 +98,10 @@ class AdamW8bit(ShardOptimizer):
             for shard in shards:
                 shard.write()
 
-    def moments_of(self, name: str, place: ShardPlace) -> Moments8bit:
-        """The moments of a parameter; new ones before its first update."""
+    def moments_of(self, name: str, held: range, device: torch.device) -> Moments8bit:
+        """The moments of these elements of a parameter; new ones before its first update."""
         if name not in self.moments:
-            self.moments[name] = Moments8bit(place)
+            self.moments[name] = Moments8bit(held, device)
         return self.moments[name]
 
     def small_of(self, name: str, weights: Tensor) -> dict[str, Any]:
@@ -111,10 +116,10 @@ class _Stepped:
     contiguous.
     """
 
-    def __init__(self, stepped: SteppedShard, place: ShardPlace) -> None:
+    def __init__(self, stepped: SteppedShard, numel: int) -> None:
         tensor = stepped.tensor.detach()
         assert stepped.tensor.grad is not None
-        end = stepped.start + place.held
+        end = stepped.start + numel
         self._tensor = tensor
         self.weights = tensor.reshape(-1)[stepped.start : end]
         self.gradient = stepped.tensor.grad.reshape(-1)[stepped.start : end].to(tensor.dtype)

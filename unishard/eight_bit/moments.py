@@ -16,20 +16,6 @@ _ELEMENTS = 2**30
 """Elements for one call of a kernel, which counts them in 32 bits."""
 
 
-class ShardPlace(NamedTuple):
-    """Where a rank's shard lies."""
-
-    numel: int
-    """Elements of the whole parameter."""
-    start: int
-    """The first element of the shard in it, flattened."""
-    held: int
-    """Elements of the shard."""
-    dtype: torch.dtype
-    device: torch.device
-    """Of what is stepped."""
-
-
 class _BlockRange(NamedTuple):
     """Elements of a shard that begin with a block."""
 
@@ -44,13 +30,13 @@ class Moments8bit:
     ranks, but where a shard begins or ends inside a block: of that, each rank has a block of its own.
     """
 
-    def __init__(self, place: ShardPlace, step: int = 0) -> None:
-        """All zeros."""
+    def __init__(self, held: range, device: torch.device, step: int = 0) -> None:
+        """All zeros, of these elements of a flattened parameter."""
         self.step = step
-        self._parts = [*_parts(place)]
+        self._parts = [*_parts(held)]
         blocks = self._parts[-1].blocks.stop
-        self._codes = {key: torch.zeros(place.held, dtype=torch.uint8, device=place.device) for key in MOMENTS}
-        self._scales = {key: torch.zeros(blocks, device=place.device) for key in MOMENTS}
+        self._codes = {key: torch.zeros(len(held), dtype=torch.uint8, device=device) for key in MOMENTS}
+        self._scales = {key: torch.zeros(blocks, device=device) for key in MOMENTS}
 
     def update(self, weights: Tensor, gradient: Tensor, options: Mapping[str, Any]) -> None:
         """Update weights.
@@ -125,12 +111,12 @@ class Moments8bit:
         return [*self._codes.values(), *self._scales.values()]
 
 
-def _parts(place: ShardPlace) -> Iterator[_BlockRange]:
+def _parts(held: range) -> Iterator[_BlockRange]:
     """The end of a block that begins on another rank, and the rest in pieces for one call each."""
     begin, block = 0, 0
-    end = min(-place.start % BLOCK, place.held)
-    while begin < place.held:
-        end = end if end > begin else min(begin + _ELEMENTS, place.held)
+    end = min(-held.start % BLOCK, len(held))
+    while begin < len(held):
+        end = end if end > begin else min(begin + _ELEMENTS, len(held))
         blocks = blocks_of(end - begin)
         yield _BlockRange(slice(begin, end), slice(block, block + blocks))
         begin, block = end, block + blocks

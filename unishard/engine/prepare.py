@@ -118,9 +118,9 @@ def prepare(
             layout = plan.layout(() if plan.optimizer is None else plan.optimizer.groups)
             _verify(adapter, plan, layout)
             if adapter.training is not None and plan.optimizer is not None:
-                share_matrices(adapter.training, plan.optimizer.groups)
-                share_blocks(adapter.training, plan.optimizer.groups)
-                share_whole_tensors(adapter.training, plan)
+                share_matrices(adapter.training, plan.optimizer.groups, layout)
+                share_blocks(adapter.training, plan.optimizer.groups, layout, topology.rank)
+                share_whole_tensors(adapter.training, plan, layout)
             engine = Engine(adapter, plan, around)
             on_error.pop_all()  # from here on the engine closes them
         return engine if plan.optimizer is None else _begin(engine, plan, reseed=reseed)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.matrices.layout import Matrix
+from unishard.matrices.owners import Matrix
 
 
 class Exchange:
@@ -26,7 +26,7 @@ class Exchange:
         self.owned = [each for each in self._matrices if each.owner == self._rank]
         """Those that this rank owns, in the order in which `to_owners` returns them."""
         self._sent = [sum(each.held for each in self._matrices if each.owner == rank) for rank in ranks]
-        self._received = [sum(each.intervals[rank].numel for each in self.owned) for rank in ranks]
+        self._received = [sum(len(each.intervals[rank]) for each in self.owned) for rank in ranks]
 
     def to_owners(self, shards: Sequence[Tensor], matrices: Sequence[Matrix]) -> list[Tensor]:
         """The whole matrices of `owned`. Collective.
@@ -41,9 +41,9 @@ class Exchange:
         wholes, begun = [], [0] * len(parts)
         for matrix in self.owned:
             whole = sent.new_empty(matrix.shape.numel())
-            for rank, (start, numel) in enumerate(matrix.intervals):
-                whole[start : start + numel] = parts[rank][begun[rank] : begun[rank] + numel]
-                begun[rank] += numel
+            for rank, held in enumerate(matrix.intervals):
+                whole[held.start : held.stop] = parts[rank][begun[rank] : begun[rank] + len(held)]
+                begun[rank] += len(held)
             wholes.append(whole.view(matrix.shape))
         return wholes
 
@@ -57,10 +57,9 @@ class Exchange:
         """
         rows = [whole.reshape(-1) for whole in wholes]
         pieces = [
-            row[start : start + numel]
+            row[matrix.intervals[rank].start : matrix.intervals[rank].stop]
             for rank in range(len(self._received))
             for row, matrix in zip(rows, self.owned, strict=True)
-            for start, numel in [matrix.intervals[rank]]
         ]
         sent = torch.cat(pieces) if pieces else like.new_empty(0)
         received = self._exchanged(sent, self._sent, self._received)

@@ -15,7 +15,7 @@ from unishard.distributed.shard_optimizer import ShardOptimizer
 from unishard.distributed.shards import SteppedShard
 from unishard.matrices.adamw import ADAMW, first_state, step_adamw
 from unishard.matrices.exchange import Exchange
-from unishard.matrices.layout import Matrix
+from unishard.matrices.owners import Matrix
 
 
 class _Sharing(NamedTuple):
@@ -106,7 +106,7 @@ class MatrixOptimizer(ShardOptimizer):
         """Step shards from now on.
 
         Args:
-            matrices: Of each group, all that are stepped as matrices; see `layout_of`.
+            matrices: Of each group, all that are stepped as matrices; see `owners.owned`.
             stepped: Called in a step: where it finds the shards of the parameters that it changes, by name; the same
                 names on all ranks that share them.
             device: Where matrices are exchanged and updated.

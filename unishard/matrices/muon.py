@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from unishard.matrices.layout import Matrix
 from unishard.matrices.matrix_optimizer import MatrixOptimizer
+from unishard.matrices.owners import Matrix
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

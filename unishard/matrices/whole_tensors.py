@@ -26,7 +26,7 @@ from unishard.distributed.shard_optimizer import ShardOptimizer
 from unishard.distributed.shards import Shard, SteppedShard
 from unishard.errors import ConfigError, Problem
 from unishard.matrices.exchange import Exchange
-from unishard.matrices.layout import Matrix
+from unishard.matrices.owners import Matrix
 
 Make = Callable[[Sequence[nn.Parameter]], Optimizer]
 """An optimizer of these tensors, in the order of the model's parameters."""

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from unishard import config
 from unishard.contract.adapter import EngineAdapter
-from unishard.distributed.shards import Shard
+from unishard.distributed.layout import Layout
 from unishard.eight_bit.adamw import AdamW8bit
 from unishard.eight_bit.kernel_hint import hide_kernel_hint
-from unishard.eight_bit.moments import ShardPlace
 from unishard.engine.optim.empty_groups import let_copy_step
 from unishard.engine.optim.stepped_by_name import stepped_by_name
 
@@ -94,30 +93,19 @@ def on_blocks(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> tor
     return own
 
 
-def share_blocks(adapter: EngineAdapter, names: Sequence[Sequence[str]]) -> None:
+def share_blocks(
+    adapter: EngineAdapter, names: Sequence[Sequence[str]], layout: Mapping[str, Layout], rank: int
+) -> None:
     """Let AdamW of 8 bits know how its parameters are sharded; does nothing for others.
 
     Args:
         adapter: The sharded model and its optimizer.
         names: Of the parameters in each group of the optimizer.
+        layout: Which elements of each the ranks hold.
+        rank: Which one this is.
     """
-    optimizer = adapter.torch_optimizer
-    if not isinstance(optimizer, AdamW8bit):
-        return
-    named = dict(adapter.module.named_parameters())
-    with torch.no_grad():
-        places = [{name: _place(adapter.master_shard(named[name])) for name in members} for members in names]
-    optimizer.share(places, stepped_by_name(adapter))
-
-
-def _place(shard: Shard) -> ShardPlace:
-    return ShardPlace(
-        shard.shape.numel(),
-        0 if shard.group is None else shard.start,
-        shard.values.numel(),
-        shard.values.dtype,
-        shard.values.device,
-    )
+    if isinstance(adapter.torch_optimizer, AdamW8bit):
+        adapter.torch_optimizer.share(names, layout, rank, stepped_by_name(adapter))
 
 
 def _overrides(optimizer: Any) -> dict[int, dict[str, Any]]:

@@ -14,15 +14,16 @@ from torch import Tensor
 from unishard import config
 from unishard.contract.adapter import EngineAdapter
 from unishard.contract.plan import RunPlan
+from unishard.distributed.layout import Layout
 from unishard.distributed.shard_optimizer import ShardOptimizer
 from unishard.distributed.shards import Shard
 from unishard.engine.optim.empty_groups import let_copy_step
 from unishard.engine.optim.stepped_by_name import stepped_by_name
 from unishard.engine.optim.trial import ask, is_known
 from unishard.errors import ConfigError, Problem
-from unishard.matrices.layout import layout_of
 from unishard.matrices.matrix_optimizer import MatrixOptimizer
 from unishard.matrices.muon import Muon
+from unishard.matrices.owners import owned
 from unishard.matrices.whole_tensors import Make, WholeLayout, WholeTensors
 
 _logger = logging.getLogger("unishard")
@@ -85,12 +86,13 @@ def on_owners(
     return WholeTensors.of(optimizer, names, again, needs)
 
 
-def share_matrices(adapter: EngineAdapter, names: Sequence[Sequence[str]]) -> None:
-    """Let an optimizer that needs whole matrices know how they are sharded; does nothing for others. Collective.
+def share_matrices(adapter: EngineAdapter, names: Sequence[Sequence[str]], layout: Mapping[str, Layout]) -> None:
+    """Let an optimizer that needs whole matrices know how they are sharded; does nothing for others.
 
     Args:
         adapter: The sharded model and its optimizer.
         names: Of the parameters in each group of the optimizer.
+        layout: Which elements of each the ranks hold.
     """
     optimizer = adapter.torch_optimizer
     if not isinstance(optimizer, MatrixOptimizer):
@@ -102,8 +104,7 @@ def share_matrices(adapter: EngineAdapter, names: Sequence[Sequence[str]]) -> No
             {name: adapter.master_shard(named[name]) for name in members} if group["matrices"] else {}
             for members, group in groups
         ]
-        layout = layout_of(sections, adapter.device)
-    optimizer.share(layout, stepped_by_name(adapter), adapter.device)
+    optimizer.share(owned(sections, layout), stepped_by_name(adapter), adapter.device)
     if dist.get_rank() == 0:
         matrices = [name for section in sections for name in section]
         others = [name for members, group in groups if not group["matrices"] for name in members]
@@ -117,7 +118,7 @@ def share_matrices(adapter: EngineAdapter, names: Sequence[Sequence[str]]) -> No
         )
 
 
-def share_whole_tensors(adapter: EngineAdapter, plan: RunPlan) -> None:
+def share_whole_tensors(adapter: EngineAdapter, plan: RunPlan, layout: Mapping[str, Layout]) -> None:
     """Let an optimizer that steps whole tensors know how they are sharded; does nothing for others. Collective.
 
     Raises:
@@ -134,8 +135,8 @@ def share_whole_tensors(adapter: EngineAdapter, plan: RunPlan) -> None:
         return [{name: adapter.master_shard(named[name]) for name in names} for names in groups]
 
     with torch.no_grad():
-        layout = layout_of(sections(), adapter.device, cost=prod)
-    shared = any(each.group is not None for members in layout for each in members)
+        tensors = owned(sections(), layout, cost=prod)
+    shared = any(each.group is not None for members in tensors for each in members)
     unsaved = plan.checkpoint.dir is not None and optimizer.needs.unsaved
     if shared and not optimizer.needs.by_tensor:
         _refuse(
@@ -147,7 +148,7 @@ def share_whole_tensors(adapter: EngineAdapter, plan: RunPlan) -> None:
         _refuse(f"the state of {kind} cannot be saved, and checkpoint.dir is set: {unsaved}")
     optimizer.share(
         WholeLayout(
-            layout={id(group): members for group, members in zip(optimizer.param_groups, layout, strict=True)},
+            layout={id(group): members for group, members in zip(optimizer.param_groups, tensors, strict=True)},
             stepped=stepped_by_name(adapter),
             shards=lambda: {name: shard for section in sections() for name, shard in section.items()},
             written=adapter.weights_written,

@@ -53,19 +53,17 @@ class EightBitState(Part):
 
     def make(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
         """As in `OptimizerState`."""
-        optimizer, places = self._optimizer, self._optimizer.places
+        optimizer = self._optimizer
         optimizer.moments.clear()
         optimizer.small.clear()
         for parameter, spec in specs.items():
-            name, step = self._names[parameter], spec.numbers[_NUMBER]
-            place = places.get(name)
-            if place is None or not place.held:
+            name, step, shard = self._names[parameter], spec.numbers[_NUMBER], self._shard_of(parameter)
+            if not shard.interval:
                 continue
-            if optimizer.is_small(name, place.numel):
-                like = torch.zeros(place.held, dtype=place.dtype, device=place.device)
-                optimizer.small_of(name, like)[_NUMBER].fill_(step)
+            if self.is_8bit(parameter):
+                optimizer.moments[name] = Moments8bit(shard.interval, shard.values.device, int(step))
             else:
-                optimizer.moments[name] = Moments8bit(place, int(step))
+                optimizer.small_of(name, shard.values.reshape(-1))[_NUMBER].fill_(step)
 
     def is_8bit(self, parameter: nn.Parameter) -> bool:
         """Whether moments of a parameter have 8 bits; the same on all ranks."""
@@ -78,14 +76,12 @@ class EightBitState(Part):
     def read(self, source: CheckpointSource) -> None:
         """As in `Part`: those that `make` has made, one after another."""
         changed = elements = 0
-        for name, place in self._optimizer.places.items():
-            moments = self._optimizer.moments.get(name)
-            if moments is not None:
-                for key in MOMENTS:
-                    values = torch.empty(place.held)
-                    source.tensors.read([ReadRequest(tensor_names.of_optimizer(name, key), place.start, values)])
-                    changed += moments.write(key, values)
-                    elements += place.held
+        for name, moments, shard in self._moments():
+            for key in MOMENTS:
+                values = torch.empty(len(shard.interval))
+                source.tensors.read([ReadRequest(tensor_names.of_optimizer(name, key), shard.interval.start, values)])
+                changed += moments.write(key, values)
+                elements += len(values)
         self._rounded = changed, elements
 
     def resume(self, source: CheckpointSource, group: dist.ProcessGroup) -> Iterator[str]:
@@ -97,16 +93,18 @@ class EightBitState(Part):
                 "from shards that end elsewhere in a block of 256 elements"
             )
 
-    def _lazy(self) -> Iterator[tuple[str, LazyShard]]:
+    def _moments(self) -> Iterator[tuple[str, Moments8bit, Shard]]:
+        """Those of 8 bits, beside the weights."""
         for parameter, name in self._names.items():
-            moments = self._optimizer.moments.get(name)
-            if moments is not None:
-                shard = self._shard_of(parameter)
-                begin = 0 if shard.group is None else shard.start
-                for key in MOMENTS:
-                    read = partial(_read, moments, key, begin)
-                    end = begin + shard.values.numel()
-                    yield tensor_names.of_optimizer(name, key), LazyShard(shard.shape, torch.float32, begin, end, read)
+            if name in self._optimizer.moments:
+                yield name, self._optimizer.moments[name], self._shard_of(parameter)
+
+    def _lazy(self) -> Iterator[tuple[str, LazyShard]]:
+        for name, moments, shard in self._moments():
+            begin, end = shard.interval.start, shard.interval.stop
+            for key in MOMENTS:
+                read = partial(_read, moments, key, begin)
+                yield tensor_names.of_optimizer(name, key), LazyShard(shard.shape, torch.float32, begin, end, read)
 
 
 def eight_bit_state_of(adapter: EngineAdapter | None) -> EightBitState | None:
