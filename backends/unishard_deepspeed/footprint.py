@@ -27,7 +27,7 @@ from functools import cached_property
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Bytes, Collective, Footprint, Working
+from unishard.contract.footprint import Bytes, Collective, Footprint, Working, state_by_parameter
 from unishard.contract.model_shape import ModelShape
 from unishard_deepspeed import fields
 from unishard_deepspeed.stage3_footprint import Stage3Footprint
@@ -63,7 +63,7 @@ class _Stage0(StageFootprint):
                 sum(parameter.numel * self.element(parameter) for parameter in self.shape.parameters if parameter.numel)
             ),
             masters=Bytes(0 if bare else self.numel * self.master),
-            optimizer=Bytes(self.whole_state()),
+            optimizer=Bytes(state_by_parameter(self.cfg, self.trainable, self.matrices, self.layout, self.rank)),
             gradients=Bytes(gradients),
             kept_gradients=Bytes(),
             buffers=Bytes(self.model_buffers()),
@@ -84,11 +84,6 @@ class _Stage12(StageFootprint):
     def flat(self) -> int:
         """Bytes of the flat groups."""
         return sum(self.layout[each.name].length * self.element(each) for each in self.trainable)
-
-    @cached_property
-    def parts(self) -> list[int]:
-        """Elements of this rank's part of each."""
-        return [sum(map(self.padded, group)) for group in self.groups]
 
     @cached_property
     def reached(self) -> int:
@@ -116,7 +111,7 @@ class _Stage12(StageFootprint):
         return Footprint(
             parameters=Bytes(self.flat + self.whole_frozen()),
             masters=self.place(part * self.master),
-            optimizer=self.place(self.state(self.parts)),
+            optimizer=self.place(self.state()),
             gradients=kept if self.offloads else Bytes(max(held, whole)),
             kept_gradients=kept,
             buffers=Bytes(self.model_buffers() + scratch, host),

@@ -22,10 +22,9 @@ class Stage3Footprint(StageFootprint):
 
     def footprint(self) -> Footprint:
         """See `StageFootprint.footprint`."""
-        masters, kept = self._part * self.master, self._part * self.accumulate
+        masters, kept = sum(self.parts) * self.master, sum(self.parts) * self.accumulate
         held = sum(self.padded(parameter) * self.element(parameter) for parameter in self.shape.parameters)
         held += sum(map(self._copy, self.shape.frozen))
-        numels = [sum(map(self.padded, group)) for group in self.groups]
         bucket = max(1, min(int(self.zero["reduce_bucket_size"]), self.numel)) * self.reduce
         whole = sum(map(self._whole, self.shape.replicated))
         late = sum(each.numel for each in self.shape.replicated if each.trainable) * self.compute
@@ -38,7 +37,7 @@ class Stage3Footprint(StageFootprint):
         return Footprint(
             parameters=Bytes(whole, held) if offloads_parameters else Bytes(held + whole),
             masters=self.place(masters),
-            optimizer=self.place(self.state(numels)),
+            optimizer=self.place(self.state()),
             gradients=gradients,
             kept_gradients=gradients,
             buffers=Bytes(self.model_buffers() + bucket),
@@ -50,11 +49,6 @@ class Stage3Footprint(StageFootprint):
             traffic=(*self._traffic(), *self.exchanged()),
             reserved=RESERVED,
         )
-
-    @cached_property
-    def _part(self) -> int:
-        """Elements of this rank's shards of what trains."""
-        return sum(map(self.padded, self.trainable))
 
     def _sizes(self, measure: Callable[[ParameterShape], int]) -> list[int]:
         return [sum(map(measure, unit)) for unit in self.shape.by_unit]
@@ -104,9 +98,9 @@ class Stage3Footprint(StageFootprint):
             yield from self._gathers(sum(self._sizes(self._full)), again=bool(self.cfg.sharding.reshard_after_forward))
             if whole := sum(map(self._whole, self.shape.replicated)):
                 yield Collective("all_gather", "parameters", "step", whole, self.ranks)
-            sent = self._part * self.ranks * self.reduce * self.micro
+            sent = sum(self.parts) * self.ranks * self.reduce * self.micro
             yield Collective("reduce_scatter", "gradients", "backward", sent, self.ranks)
-        yield from self.between_groups(self._part, self.accumulate)
+        yield from self.between_groups(sum(self.parts), self.accumulate)
 
     def _prefetched(self) -> int:
         """Bytes that are gathered ahead for backward when forward ends, and kept: of the last unit, and of what follows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 
 from unishard.config import Config
@@ -73,14 +73,16 @@ class StageFootprint(ABC):
         """The names of the parameters that are updated as matrices."""
         return matrices_of(self.cfg.optimizer, self.trainable)
 
-    def state(self, elements: Sequence[int]) -> int:
-        """Bytes of the optimizer state of this rank's part of each group, with these numbers of elements."""
-        are = [group[0].name in self.matrices for group in self.groups]
-        return self._state(zip(elements, are, strict=True))
+    @cached_property
+    def parts(self) -> list[int]:
+        """Elements of this rank's part of each group, padding included."""
+        return [sum(map(self.padded, group)) for group in self.groups]
 
-    def _state(self, tensors: Iterable[tuple[int, bool]]) -> int:
-        layouts = (self.layout[each.name] for each in self.trainable)
-        return optimizer_state(self.cfg, tensors, layouts, self.rank)
+    def state(self) -> int:
+        """Bytes of the optimizer state of these."""
+        are = [group[0].name in self.matrices for group in self.groups]
+        layouts = [self.layout[each.name] for each in self.trainable]
+        return optimizer_state(self.cfg, zip(self.parts, are, strict=True), layouts, self.rank)
 
     @cached_property
     def layout(self) -> Mapping[str, Layout]:
@@ -91,10 +93,6 @@ class StageFootprint(ABC):
     def padded(self, parameter: ParameterShape) -> int:
         """Elements of this rank's shard, padding included."""
         return self.layout[parameter.name].padded(self.rank)
-
-    def whole_state(self) -> int:
-        """Bytes of the optimizer state of all parameters, each by itself."""
-        return self._state((each.numel, each.name in self.matrices) for each in self.trainable)
 
     def exchanged(self) -> tuple[Collective, ...]:
         """The exchange of matrices with their owners, once a step."""

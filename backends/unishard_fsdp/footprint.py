@@ -20,14 +20,14 @@ Persistent state is exact (tests/ranks/test_footprint.py counts it on real ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate, takewhile
 
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Bytes, Collective, Footprint, Working, exchanged, optimizer_state
+from unishard.contract.footprint import Bytes, Collective, Footprint, Working, exchanged, state_by_parameter
 from unishard.contract.kit.parameter_groups import matrices_of
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
 from unishard_fsdp.layout import layout_of
@@ -48,15 +48,13 @@ def footprint_of(shape: ModelShape, cfg: Config, topology: Topology, native: Nat
         topology: The ranks, and this one.
         native: The native config of `translate`.
     """
-    match native["data_parallel"]:
-        case "DistributedDataParallel":
-            return _ddp(shape, cfg, topology, native)
-        case "replicate":
-            return _Sharded(shape, cfg, topology, native, ranks=1).footprint()
-        case _:
-            ranks = shard_group_size(cfg, topology)
-            sharded = _Sharded(shape.without_replicated(), cfg, topology, native, ranks=ranks, whole_shape=shape)
-            return beside(sharded.footprint(), shape, cfg, topology, native)
+    ranks, matrices = shard_group_size(cfg, topology), matrices_of(cfg.optimizer, shape.trainable)
+    if native["data_parallel"] == "DistributedDataParallel":
+        return _ddp(shape, cfg, topology, native, matrices)
+    if native["data_parallel"] == "replicate":
+        return _Sharded(shape, cfg, topology, native, ranks, matrices).footprint()
+    sharded = _Sharded(shape.without_replicated(), cfg, topology, native, ranks, matrices)
+    return beside(sharded.footprint(), shape, cfg, topology, native, matrices)
 
 
 def _buffers(shape: ModelShape, cfg: Config) -> int:
@@ -77,9 +75,8 @@ class _Sharded:
         cfg: Config,
         topology: Topology,
         native: Native,
-        *,
         ranks: int,
-        whole_shape: ModelShape | None = None,
+        matrices: Collection[str],
     ) -> None:
         """Of what is sharded.
 
@@ -89,11 +86,10 @@ class _Sharded:
             topology: The ranks, and this one.
             native: The native config of `translate`.
             ranks: Of a group.
-            whole_shape: The model, where some of it is not sharded.
+            matrices: Names of the parameters that are updated as matrices.
         """
-        self._matrices = matrices_of(cfg.optimizer, (whole_shape or shape).trainable)
+        self._layout, self._matrices = layout_of(shape, ranks), matrices
         self._shape, self._cfg, self._topology, self._native, self._ranks = shape, cfg, topology, native, ranks
-        self._layout = layout_of(shape, ranks)
         self._compute = native["mp_policy"]["param_dtype"]
         self._reduce = itemsize(native["mp_policy"]["reduce_dtype"] or self._compute or "float32")
         self._waits = native["requires_gradient_sync"] == "last_micro_batch"
@@ -104,19 +100,17 @@ class _Sharded:
         on_host = self._native.get("host_optimizer") is not None
         place = (lambda size: Bytes(host=size)) if offloads else Bytes
         master = ITEMSIZE[cfg.precision.master]
-        rank, matrices = self._topology.rank, self._matrices
-        layouts = [self._layout[parameter.name] for parameter in shape.trainable]
-        own = [len(layout.of(rank)) for layout in layouts]
+        rank, layout, matrices = self._topology.rank, self._layout, self._matrices
+        own = sum(len(layout[parameter.name].of(rank)) for parameter in shape.trainable)
         parameters = sum(
-            self._layout[parameter.name].padded(rank) * own_size(parameter, cfg) for parameter in shape.parameters
+            layout[parameter.name].padded(rank) * own_size(parameter, cfg) for parameter in shape.parameters
         )
-        gradients = sum(layout.padded(rank) for layout in layouts) * master
-        are = [parameter.name in matrices for parameter in shape.trainable]
-        state = optimizer_state(cfg, zip(own, are, strict=True), layouts, rank)
+        gradients = sum(layout[parameter.name].padded(rank) for parameter in shape.trainable) * master
+        state = state_by_parameter(cfg, shape.trainable, matrices, layout, rank)
         forward, backward, final = self._working(0 if offloads else gradients)
         return Footprint(
             parameters=place(parameters),
-            masters=Bytes(host=sum(own) * master) if on_host else Bytes(),
+            masters=Bytes(host=own * master) if on_host else Bytes(),
             optimizer=Bytes(host=state) if on_host else place(state),
             gradients=place(gradients),
             kept_gradients=Bytes(),
@@ -245,12 +239,10 @@ class _Sharded:
             )
 
 
-def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> Footprint:
+def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native, matrices: Collection[str]) -> Footprint:
     """Whole parameters, gradients and optimizer state on each rank."""
-    layout = layout_of(shape, 1)
     parameters = sum(parameter.numel * own_size(parameter, cfg) for parameter in shape.parameters)
     gradients = sum(parameter.numel for parameter in shape.trainable) * ITEMSIZE[cfg.precision.master]
-    matrices = matrices_of(cfg.optimizer, shape.trainable)
     micro = 1 if native["requires_gradient_sync"] == "last_micro_batch" else cfg.training.gradient_accumulation_steps
     # Without synchronization autograd accumulates beside DDP's buckets, to which the last micro-batch copies (torch
     # 2.13, nn/parallel).
@@ -259,14 +251,7 @@ def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> 
     return Footprint(
         parameters=Bytes(parameters),
         masters=Bytes(),
-        optimizer=Bytes(
-            optimizer_state(
-                cfg,
-                ((each.numel, each.name in matrices) for each in shape.trainable),
-                [layout[each.name] for each in shape.trainable],
-                topology.rank,
-            )
-        ),
+        optimizer=Bytes(state_by_parameter(cfg, shape.trainable, matrices, layout_of(shape, 1), topology.rank)),
         gradients=Bytes(gradients),
         kept_gradients=Bytes(gradients),
         buffers=Bytes(_buffers(shape, cfg)),

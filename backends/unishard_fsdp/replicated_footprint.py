@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.footprint import Bytes, Collective, Footprint, optimizer_state
-from unishard.contract.kit.parameter_groups import matrices_of
+from unishard.contract.footprint import Bytes, Collective, Footprint, state_by_parameter
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
-from unishard.distributed.layout import whole
 from unishard_fsdp.fields import DTYPES
+from unishard_fsdp.layout import layout_of
 from unishard_fsdp.parameter_size import own_size
 
 
-def beside(sharded: Footprint, shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> Footprint:
+def beside(
+    sharded: Footprint, shape: ModelShape, cfg: Config, topology: Topology, native: Native, matrices: Collection[str]
+) -> Footprint:
     """The footprint of what is sharded, with what is not.
 
     Args:
@@ -24,17 +26,13 @@ def beside(sharded: Footprint, shape: ModelShape, cfg: Config, topology: Topolog
         cfg: What to run.
         topology: The ranks.
         native: The native config of `translate`.
+        matrices: Names of the parameters that are updated as matrices.
     """
     if not shape.replicated:
         return sharded
     trained = [parameter for parameter in shape.replicated if parameter.trainable]
-    numel, matrices = sum(parameter.numel for parameter in trained), matrices_of(cfg.optimizer, shape.trainable)
-    state = optimizer_state(
-        cfg,
-        ((parameter.numel, parameter.name in matrices) for parameter in trained),
-        [whole(parameter.numel) for parameter in trained],
-        topology.rank,
-    )
+    numel = sum(parameter.numel for parameter in trained)
+    state = state_by_parameter(cfg, trained, matrices, layout_of(shape, 1), topology.rank)
     master, on_host = ITEMSIZE[cfg.precision.master], native["host_optimizer"] is not None
     added = numel * ITEMSIZE[cfg.precision.accumulate]
     averaged = (numel + len(trained)) * itemsize(native["mp_policy"]["reduce_dtype"])

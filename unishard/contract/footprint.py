@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Self
 
 from unishard.config import Config
-from unishard.contract.model_shape import ITEMSIZE
+from unishard.contract.model_shape import ITEMSIZE, ParameterShape
 from unishard.distributed.layout import Layout
 
 Phase = Literal["forward", "backward", "step"]
@@ -179,6 +179,27 @@ def optimizer_state(cfg: Config, tensors: Iterable[tuple[int, bool]], layouts: I
         )
     # Of a matrix Muon keeps only the momentum.
     return sum(numel * size if matrix else numel * count * size + rest for numel, matrix in tensors)
+
+
+def state_by_parameter(
+    cfg: Config,
+    parameters: Iterable[ParameterShape],
+    matrices: Collection[str],
+    layout: Mapping[str, Layout],
+    rank: int,
+) -> int:
+    """The same where each parameter's shard is stepped by itself.
+
+    Args:
+        cfg: The optimizer, and the dtype of the master weights.
+        parameters: Those that train.
+        matrices: The names of those that are updated as matrices.
+        layout: Which elements of each the ranks hold.
+        rank: Which one.
+    """
+    trained = [(each.name, layout[each.name]) for each in parameters]
+    tensors = ((len(cut.of(rank)), name in matrices) for name, cut in trained)
+    return optimizer_state(cfg, tensors, (cut for _, cut in trained), rank)
 
 
 def _blocks(held: range) -> int:
