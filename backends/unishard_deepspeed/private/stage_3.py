@@ -120,7 +120,7 @@ class Stage3(ZeroOptimizer):
 
     def stepping(self, masters: FlatMasterWeights) -> Iterable[nn.Parameter]:
         """It keeps all groups in the torch optimizer, and fills one with a part of it (_optimizer_step)."""
-        return chain.from_iterable(masters.shards[master] for master in masters.stepping())
+        return chain(*(masters.shards[master] for master in masters.stepping()))
 
     def gather_after(self) -> None:
         """On the stream that gathers."""
