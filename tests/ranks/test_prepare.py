@@ -19,7 +19,7 @@ from harness import EACH, curve, in_ranks, my_rank, own_share, prepare, refused,
 from harness.training import BACKENDS, PAIRS, config, everyones
 
 import unishard
-from unishard.contract import registry
+from unishard.contract import registry, tested_versions
 from unishard.testing import oracle
 from unishard.testing.models import mlp
 
@@ -109,12 +109,13 @@ LIES = {
 }
 
 
-def lying(backend, lie, ranks):
+def lying(backend, lie, ranks, versions="", **sections):
     """What `prepare` says where an engine lies on these ranks."""
     honest, told = registry.get(backend), LIES[lie][0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "get", lambda name: Lying(honest, **told) if my_rank() in ranks else honest)
-        return refused(prepare, config(backend))
+        patch.setattr(tested_versions, "untested", lambda of: versions)
+        return refused(lambda cfg: prepare(cfg).close(), config(backend, **sections))
 
 
 @in_ranks(cells=tuple(product(BACKENDS, LIES)), in_turn=True)
@@ -124,6 +125,12 @@ def test_an_engine_that_does_not_run_what_was_asked_is_refused_and_closed(backen
     for part in LIES[lie][1:]:
         assert part in raised
     assert LEFT_OPEN == []
+
+
+@in_ranks(cells=EACH, in_turn=True)
+def test_an_untested_version_may_cut_otherwise_unless_the_optimizer_is_told_how(backend):
+    assert lying(backend, "elements", (0, 1), versions="new") == "nothing"
+    assert "elements of " in lying(backend, "elements", (0, 1), versions="new", optimizer="muon")
 
 
 @in_ranks(cells=EACH, in_turn=True)

@@ -14,7 +14,7 @@ from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError, Problem
 from unishard.formats import catalog
-from unishard.formats.beside import launcher as launcher_config
+from unishard.formats.beside import launcher_config
 from unishard.formats.beside.engine_choice import RECIPES, engine_is_open
 from unishard.formats.beside.precedence import counting
 from unishard.formats.beside.read_together import read_together

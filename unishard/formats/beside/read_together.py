@@ -8,7 +8,7 @@ from unishard.contract.render import AUTO
 from unishard.contract.rules import Fit
 from unishard.errors import in_parts
 from unishard.formats import catalog
-from unishard.formats.beside import launcher as launcher_config
+from unishard.formats.beside import launcher_config
 from unishard.formats.beside.engine_choice import RECIPES
 from unishard.formats.beside.precedence import same_value
 from unishard.formats.beside.supplied import Supplied, trainer

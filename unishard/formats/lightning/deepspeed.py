@@ -137,9 +137,9 @@ def entries_of(strategy: Strategy, precision: Entry, folder: Path | None) -> Ite
             yield from _rest(strategy, {"config"}, _REPLACED)
             return
         block, used = EngineBlock("deepspeed", strategy.place("config"), native=dict(native)), {"config"}
-    scaled, alone = _add_precision(strategy, block, precision)
+    scaled, left_over = _add_precision(strategy, block, precision)
     yield from (_in_trainer(entry, inside=config is not None) for entry in strategy.entries(block, defaults))
-    yield from alone
+    yield from left_over
     yield from _rest(strategy, used | scaled, _IDLE if config is None else _REPLACED)
 
 

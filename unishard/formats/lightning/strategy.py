@@ -48,7 +48,7 @@ class Strategy(NamedTuple):
         return written or [self.named]
 
     def says(self, fields: Mapping[str, Any]) -> Entry:
-        """The entry of the name alone."""
+        """What only the name says."""
         return combined(self.named._replace(fields=fields), [])
 
     def entries(self, block: EngineBlock, defaults: Mapping[str, Any]) -> list[Entry]:
