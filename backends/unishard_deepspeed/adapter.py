@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.contract.adapter import EngineAdapter
+from unishard.contract.private_api import PrivateApi
 from unishard.contract.results import Placement
 from unishard.contract.units import Unit
 from unishard.distributed.dtypes import name_of
@@ -20,19 +21,16 @@ from unishard.distributed.host_read import HostRead
 from unishard.distributed.nested_tensors import hook_gradients
 from unishard.distributed.shards import Shard, SteppedShard
 from unishard.errors import CheckpointError, ContractError
-from unishard_deepspeed.conditional import ConditionalModules
+from unishard_deepspeed.cases.case import ZeroCase
+from unishard_deepspeed.cases.replaced_parameters import explain
 from unishard_deepspeed.gathering import is_of_shard, keep_gathered, refuse_unused_output
 from unishard_deepspeed.optimizer_state import ZeroOptimizerState
-from unishard_deepspeed.persistent_parameters import PersistentParameters
 from unishard_deepspeed.placement import parameter_bytes, units
 from unishard_deepspeed.private.building import forget
 from unishard_deepspeed.private.partitioned import gather
-from unishard_deepspeed.private.second_copy import drop_second_copies
 from unishard_deepspeed.private.shown_parameters import ShownParameters
 from unishard_deepspeed.private.window import WindowGradients
 from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
-from unishard_deepspeed.replaced_parameters import explained
-from unishard_deepspeed.stale_gradients import StaleGradients
 from unishard_deepspeed.unused_parameters import UnusedParameters
 
 _requires_grad = attrgetter("requires_grad")
@@ -47,13 +45,14 @@ class DeepSpeedAdapter(EngineAdapter):
         zero: ZeroOptimizer,
         device: torch.device,
         hooks: Sequence[RemovableHandle],
-        conditional: ConditionalModules,
-        replicated: PersistentParameters,
+        cases: Sequence[ZeroCase],
+        entered: Sequence[Unit],
+        skippable: Collection[nn.Parameter],
+        missing: Sequence[PrivateApi],
     ) -> None:
         engine, inner, spec = zero.engine, zero.inner, zero.spec
         super().__init__(engine.module, device, zero.optimizer)
         self._strategy = spec.strategy
-        self._copied = engine.zero_hpz_partition_size() > 1
         self._in_files = spec.params_in_files
         self._engine = engine
         self._zero = zero
@@ -66,14 +65,12 @@ class DeepSpeedAdapter(EngineAdapter):
         """Hooks on the model, removed with the engine."""
         # Not the method, which the engine sets later.
         self._shown = ShownParameters(engine.module, lambda parameter: self.read_gradient(parameter))
-        self._conditional, self._replicated = conditional, replicated
+        self._cases, self._entered = cases, entered
         self._kept: dict[nn.Parameter, None] = {}
         """Parameters that stay gathered, inside `unsharded` at stage 3."""
-        self._stale = StaleGradients(zero)
         self.forward_is_collective = zero.gathers
         self.reduces_each_backward = engine.zero_optimization_partition_gradients()
-        skippable = set(inner.trained) if zero.fills_gradients else set(conditional.parameters)
-        trained = set(inner.trained) - skippable
+        trained = set(inner.trained).difference(skippable)
         self.shared_parameters = {
             name: parameter for name, parameter in engine.module.named_parameters() if parameter in trained
         }
@@ -81,14 +78,13 @@ class DeepSpeedAdapter(EngineAdapter):
         self._unused = UnusedParameters(
             zero,
             device,
-            self._stale.missing,
+            missing,
             [*self.shared_parameters.values()] if in_order else [],
             alike=spec.compares_ranks and not skippable,
         )
         self.optimizer_state = ZeroOptimizerState(zero, self._unused.masters)
         if getattr(inner.optimizer, "steps_late", False):
             self.calls_in_update = zero.calls_in_update()
-        self._steps_late = self.calls_in_update > 1
         # Before DeepSpeed's hooks on the outputs, which fail at some stages if a backward is not the engine's.
         # A function, not a method: copying the model, for example to average weights, must not copy the engine.
         self._output_hook = engine.module.register_forward_hook(
@@ -102,9 +98,14 @@ class DeepSpeedAdapter(EngineAdapter):
         if not any(map(_requires_grad, self._zero.inner.trained)):
             with self._shown.inside_forward(show=not self.module.training):
                 return self.module(*args, **kwargs)
-        self._conditional.gather()
-        with explained(self.module), self._shown.inside_forward(show=not self.module.training):
-            return self._engine(*args, **kwargs)
+        for case in self._cases:
+            case.before_forward()
+        try:
+            with self._shown.inside_forward(show=not self.module.training):
+                return self._engine(*args, **kwargs)
+        except (AttributeError, RuntimeError) as error:
+            explain(error, self.module)
+            raise
 
     def watch(self, output: Any) -> None:
         """Show parameters to the script: a hook on the model has watched the output before DeepSpeed's hooks on it."""
@@ -158,7 +159,8 @@ class DeepSpeedAdapter(EngineAdapter):
         except AssertionError as error:
             refuse_unused_output(error)
             raise
-        self._conditional.drop(self._kept)
+        for case in self._cases:
+            case.after_backward(self._kept)
         self._unused.record_backward()
         self._shown.show(gradients=True)
 
@@ -173,17 +175,21 @@ class DeepSpeedAdapter(EngineAdapter):
             self._clipping.prepare(max_norm, divisor)
             with self._window.finished():
                 outcome = self._clipping.step()
-            if self._steps_late and outcome[1] is not False:
-                self._zero.copy_masters()
             self._zero.gather_after()
-            self._replicated.gather()
-        self._unused.forget()
-        self._stale.clear(updated=outcome[1] is not False)
+            skipped = outcome[1] is False
+            for case in self._cases if not skipped else ():
+                case.updated()
+            self._end_window(skipped=skipped)
         return outcome
+
+    def _end_window(self, *, skipped: bool) -> None:
+        self._unused.forget()
+        for case in self._cases:
+            case.end_window(skipped=skipped)
 
     def gathered_modules(self) -> Iterable[Unit]:
         """At stage 3, all modules with parameters outside leaf modules."""
-        return self._conditional.entered
+        return self._entered
 
     def without_gradient(self) -> Collection[str]:
         """Those that no hook has seen: DeepSpeed takes the gradients away."""
@@ -208,12 +214,16 @@ class DeepSpeedAdapter(EngineAdapter):
         self._shown.hide()
         try:
             with keep_gathered(self._engine, [*self._kept]):
-                self._replicated.gather()
+                self._partitioned()
                 yield
         finally:
             self._kept = {}
-            self._replicated.gather()
+            self._partitioned()
             self._shown.show()
+
+    def _partitioned(self) -> None:
+        for case in self._cases:
+            case.partitioned()
 
     def reads_shard(self, error: RuntimeError) -> str | None:
         """A parameter was used that is not gathered, and so empty."""
@@ -247,20 +257,20 @@ class DeepSpeedAdapter(EngineAdapter):
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Update the parameter in `precision.compute`."""
-        if self._copied:  # what was gathered before the edit, or is under way, would become a second copy
-            self._zero.reshard_all()
         self._zero.refresh(parameter, full)
-        drop_second_copies([parameter])
-        self._replicated.gather()
+        self._written()
+
+    def _written(self) -> None:
+        for case in self._cases:
+            case.written()
+        self._partitioned()
 
     def drop_gradients(self) -> None:
         """Drop gradients, also in DeepSpeed's buffers."""
         with self._shown.hidden():
             self._window.drop()
-            self._stale.clear()
-            self._unused.forget()
+            self._end_window(skipped=False)
             gather([*self._kept])
-            self._replicated.gather()
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
@@ -299,7 +309,7 @@ class DeepSpeedAdapter(EngineAdapter):
                 "shards; set offload.params to cpu to save or load a checkpoint"
             )
         self._zero.reshard_all()
-        self._replicated.gather()
+        self._partitioned()
 
     @torch.no_grad()
     def loaded(self) -> None:
@@ -312,8 +322,7 @@ class DeepSpeedAdapter(EngineAdapter):
     def weights_written(self) -> None:
         """Update every copy of the master weights. Collective."""
         self._zero.copy_masters()
-        drop_second_copies(self.module.parameters())
-        self._replicated.gather()
+        self._written()
 
     def close(self) -> None:
         """Destroy the `DeepSpeedEngine`, and remove the hooks from the model."""
@@ -331,8 +340,6 @@ class DeepSpeedAdapter(EngineAdapter):
             self._clipping,
             self._window,
             self.optimizer_state,
-            self._stale,
             self._unused,
-            self._conditional,
-            self._replicated,
+            self._cases,
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,19 +16,27 @@ from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerBuilder
 from unishard.contract.kit import materialization
 from unishard.contract.kit.input_casts import cast_inputs
+from unishard.contract.kit.replicated import is_replicated
 from unishard.contract.plan import RunPlan
+from unishard.contract.private_api import PrivateApi
 from unishard.contract.units import ModelUnits
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.devices import device_of
 from unishard_deepspeed import kept_fp32, sharding, start
 from unishard_deepspeed.adapter import DeepSpeedAdapter
-from unishard_deepspeed.conditional import ConditionalModules
+from unishard_deepspeed.cases.case import ZeroCase
+from unishard_deepspeed.cases.conditional import ConditionalModules
+from unishard_deepspeed.cases.late_steps import LateSteps
+from unishard_deepspeed.cases.persistent_parameters import PersistentParameters
+from unishard_deepspeed.cases.second_copies import SecondCopies
+from unishard_deepspeed.cases.stale_gradients import StaleGradients
+from unishard_deepspeed.entered_modules import entered_modules
 from unishard_deepspeed.inference import DeepSpeedInferenceAdapter
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.persistent_parameters import PersistentParameters
 from unishard_deepspeed.private.building import allow_fp16, clear_mpu
+from unishard_deepspeed.private.partitioned import is_partitioned
 from unishard_deepspeed.private.requirements import require_for
-from unishard_deepspeed.private.second_copy import drop_second_copies, own_group
+from unishard_deepspeed.private.second_copy import own_group
 from unishard_deepspeed.private.stage_0 import Stage0
 from unishard_deepspeed.private.stage_3 import Stage3
 from unishard_deepspeed.private.stages_1_2 import Stages12
@@ -61,9 +70,7 @@ def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     if not spec.second_copies:
         return _build(deepspeed, model, spec, zero, device, units, plan.optimizer, replicas)
     with own_group():
-        adapter = _build(deepspeed, model, spec, zero, device, units, plan.optimizer, replicas)
-    drop_second_copies(model.parameters())  # as after an update
-    return adapter
+        return _build(deepspeed, model, spec, zero, device, units, plan.optimizer, replicas)
 
 
 def _build(
@@ -87,9 +94,8 @@ def _build(
         if replicas is not None:
             clear_mpu()
         hooks = _casting(model, precision, units) + outputs.restore()
-        replicated = PersistentParameters(engine.optimizer, model)
-        replicated.gather()
-        return DeepSpeedInferenceAdapter(engine, device, hooks, replicated)
+        of_parameters = _of_parameters(spec, engine, model, engine.optimizer.partition_all_parameters)
+        return DeepSpeedInferenceAdapter(engine, device, hooks, of_parameters)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     listed: ListedOutputs | None = None
     if zero.gathers:
@@ -122,10 +128,36 @@ def _build(
     with torch.no_grad():
         hooks = built.restore_fp32_weights(originals)
     hooks += _casting(model, precision, units) + ([] if listed is None else listed.restore())
-    replicated = PersistentParameters(engine.optimizer, model)
-    conditional = ConditionalModules(built, units.conditional, names, replicated.trained)
-    replicated.gather()
-    return DeepSpeedAdapter(built, device, hooks, conditional, replicated)
+    inside = [each for unit in units.conditional for each in unit.module.parameters()]
+    optional = [
+        *dict.fromkeys(each for each in (*inside, *filter(is_replicated, model.parameters())) if each.requires_grad)
+    ]
+    entered = entered_modules(model, names, [unit.name for unit in units.conditional])
+    cases: list[ZeroCase] = []
+    if units.conditional or optional:
+        cases.append(ConditionalModules(built, units.conditional, names, entered, optional))
+    if getattr(inner.optimizer, "steps_late", False) and built.calls_in_update() > 1:
+        cases.append(LateSteps(built))
+    cases += _of_parameters(spec, engine, model, built.reshard_all)
+    missing: Sequence[PrivateApi] = ()
+    if built.stale():
+        stale = StaleGradients(built)
+        missing = stale.missing
+        cases.append(stale)
+    skippable = inner.trained if built.fills_gradients else optional
+    return DeepSpeedAdapter(built, device, hooks, cases, entered, skippable, missing)
+
+
+def _of_parameters(spec: ZeroSpec, engine: Any, model: nn.Module, reshard_all: Callable[[], None]) -> list[ZeroCase]:
+    """The cases of a model's parameters, with training or without. Collective."""
+    cases: list[ZeroCase] = []
+    if persistent := [each for each in model.parameters() if is_replicated(each) and is_partitioned(each)]:
+        cases.append(PersistentParameters(engine.optimizer, model, persistent))
+    if spec.second_copies:
+        cases.append(SecondCopies(model, reshard_all))
+    for case in cases:
+        case.partitioned()
+    return cases
 
 
 def _only_named_leaves(model: nn.Module) -> None:

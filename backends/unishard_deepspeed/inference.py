@@ -13,15 +13,14 @@ from torch.utils.hooks import RemovableHandle
 from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.results import Placement
 from unishard.distributed.shards import Shard
+from unishard_deepspeed.cases.case import ZeroCase
+from unishard_deepspeed.cases.replaced_parameters import explain
 from unishard_deepspeed.gathering import is_of_shard, keep_gathered
-from unishard_deepspeed.persistent_parameters import PersistentParameters
 from unishard_deepspeed.placement import parameter_bytes, units
 from unishard_deepspeed.private import partitioned
 from unishard_deepspeed.private.building import forget
-from unishard_deepspeed.private.second_copy import drop_second_copies
 from unishard_deepspeed.private.shown_parameters import ShownParameters
 from unishard_deepspeed.private.table import OF_STAGE_3
-from unishard_deepspeed.replaced_parameters import explained
 
 
 @final
@@ -29,10 +28,10 @@ class DeepSpeedInferenceAdapter(InferenceAdapter):
     """Gathers a unit for its forward and reshards it afterwards."""
 
     def __init__(
-        self, engine: Any, device: torch.device, hooks: Sequence[RemovableHandle], replicated: PersistentParameters
+        self, engine: Any, device: torch.device, hooks: Sequence[RemovableHandle], cases: Sequence[ZeroCase]
     ) -> None:
         super().__init__(engine.module, device)
-        self._engine, self._replicated = engine, replicated
+        self._engine, self._cases = engine, cases
         self._hooks = hooks
         """Hooks on the model, removed with the engine."""
         self._shown = ShownParameters(engine.module, lambda parameter: None)
@@ -40,8 +39,12 @@ class DeepSpeedInferenceAdapter(InferenceAdapter):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, whose hooks gather parameters."""
         # Not the engine, which would treat a backward through the outputs as its own (runtime/engine.py, forward).
-        with explained(self.module), self._shown.inside_forward():
-            return self.module(*args, **kwargs)
+        try:
+            with self._shown.inside_forward():
+                return self.module(*args, **kwargs)
+        except (AttributeError, RuntimeError) as error:
+            explain(error, self.module)
+            raise
 
     @contextmanager
     def unsharded(self, names: Sequence[str]) -> Iterator[None]:
@@ -52,10 +55,14 @@ class DeepSpeedInferenceAdapter(InferenceAdapter):
         OF_STAGE_3.unsharded.require()
         try:
             with keep_gathered(self._engine, [self.module.get_parameter(name) for name in names]):
-                self._replicated.gather()
+                self._partitioned()
                 yield
         finally:
-            self._replicated.gather()
+            self._partitioned()
+
+    def _partitioned(self) -> None:
+        for case in self._cases:
+            case.partitioned()
 
     def reads_shard(self, error: RuntimeError) -> str | None:
         """A parameter was used that is not gathered, and so empty."""
@@ -78,17 +85,16 @@ class DeepSpeedInferenceAdapter(InferenceAdapter):
 
     def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
         """Update the partitioned parameter, in `precision.compute`."""
-        self.loaded()
         partitioned.write(parameter, full)
+        self.loaded()
         if torch.cuda.is_available():
             partitioned.gather_after(self._engine.optimizer)
 
     def loaded(self) -> None:
-        """Forget second copies, which were made of the shards before they were written."""
-        if self._engine.zero_hpz_partition_size() > 1:
-            self._engine.optimizer.partition_all_parameters()  # else what is gathered now would become one
-            drop_second_copies(self.module.parameters())
-            self._replicated.gather()
+        """Update what cases have copied."""
+        for case in self._cases:
+            case.written()
+        self._partitioned()
 
     def close(self) -> None:
         """Destroy the `DeepSpeedEngine`, and remove the hooks from the model."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,20 +18,29 @@ from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.backend import OptimizerBuilder
 from unishard.contract.kit.kept_fp32 import is_kept
 from unishard.contract.kit.replicated import is_replicated
+from unishard.contract.kit.skipping import DeviceSkip
 from unishard.contract.plan import RunPlan
 from unishard.distributed import devices
 from unishard.errors import BackendError
 from unishard_fsdp import collective_settings, options, sharding
-from unishard_fsdp.conditional import ConditionalParameters
+from unishard_fsdp.cases.case import FSDPCase
+from unishard_fsdp.cases.conditional import ConditionalParameters
+from unishard_fsdp.cases.embeddings import UngatheredEmbeddings
+from unishard_fsdp.cases.replicated_parameters import ReplicatedParameters
+from unishard_fsdp.cases.unreduced_gradients import UnreducedGradients
 from unishard_fsdp.ddp import AveragingHook, wrap_ddp
 from unishard_fsdp.ddp_adapter import DDPAdapter
 from unishard_fsdp.fsdp_adapter import FSDPAdapter
+from unishard_fsdp.host_copies import HostCopies
 from unishard_fsdp.inference import FSDPInferenceAdapter
 from unishard_fsdp.private import PRIVATE_API, numbers
-from unishard_fsdp.replicated_parameters import ReplicatedParameters
 from unishard_fsdp.spec import FSDPSpec
+from unishard_fsdp.stepped_shards import ShardViews
+from unishard_fsdp.torch_gradients import TorchGradients
 from unishard_fsdp.unit_forwards import UnitForwards
+from unishard_fsdp.unit_parameters import own_parameters
 
+_logger = logging.getLogger("unishard")
 _SYNCS_BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
@@ -65,29 +77,85 @@ def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
         sharding.apply_replicate(model, units.casting, device, native, forwards)
     else:
         embeddings = sharding.apply_fully_shard(model, units.gathered, device, native, forwards)
-    conditional = ConditionalParameters(
-        [
-            parameter
-            for unit in units.conditional
-            for parameter in unit.module.parameters()
-            if not is_replicated(parameter)
-        ],
-        device,
-    )
     built = optimizer(_named(model))
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optional = [each for unit in units.conditional for each in unit.module.parameters() if not is_replicated(each)]
+    late, mixed = _averages_late(native), precision.compute != "fp32"
+    cases: list[FSDPCase] = []
+    masters: Mapping[nn.Parameter, Tensor] = {}
+    whole: Sequence[nn.Parameter] = ()
+    if embeddings:
+        cases.append(UngatheredEmbeddings(embeddings))
+    if unreduced := _unreduced(native, sharded, mixed=mixed, between_groups=late):
+        if optional:  # ranks use different parameters
+            unreduced.patch_all()
+        else:
+            cases.append(unreduced)
+    if optional:
+        cases.append(ConditionalParameters(optional, sharded, device))
+    if any(map(is_replicated, model.parameters())):
+        replicated = ReplicatedParameters(model, precision)
+        masters, whole = replicated.masters, replicated.trained
+        cases.append(replicated)
+    on_host = None
+    if isinstance(native, options.FullyShard) and native.host_optimizer:
+        pin_memory = native.host_optimizer.pin_memory and device.type == "cuda"
+        in_units = [own_parameters(module) for module in reversed(sharded)]  # as backward reduces them
+        on_host = HostCopies(built, masters, device, in_units, pin_memory=pin_memory)
+        cases.append(on_host.gradients)
+    stepped = on_host or ShardViews(built, masters)
+    gradients = TorchGradients(
+        trained,
+        device,
+        stepped,
+        steps_always=spec.steps_always,
+        copies=_copies(native),
+        skip=None if on_host else DeviceSkip(built),
+        own_hooks=stepped.hooks,
+        before_change=on_host.gradients.change if on_host else lambda: None,
+        masters=masters,
+        whole=whole,
+    )
     return FSDPAdapter(
         spec,
         precision,
         model,
-        built,
         device,
-        native=native,
-        root=cast(FSDPModule, model),
         forwards=forwards,
-        conditional=conditional,
-        embeddings=embeddings,
-        replicated=ReplicatedParameters(model, precision),
+        stepped=stepped,
+        gradients=gradients,
+        cases=cases,
+        skippable={*(trained if native.reduce_scatter_unused_params else optional), *whole},
+        averages_late=late,
     )
+
+
+def _unreduced(
+    native: options.FullyShard | options.Replicate, sharded: Sequence[nn.Module], *, mixed: bool, between_groups: bool
+) -> UnreducedGradients | None:
+    """What patches FSDP2 where gradients wait for the last micro-batch; None if they do not, or torch needs none."""
+    if between_groups and PRIVATE_API["hybrid-accumulation"].needed:
+        return UnreducedGradients(sharded, between_groups=True)
+    waits = mixed and native.requires_gradient_sync == "last_micro_batch"
+    return UnreducedGradients(sharded) if waits and PRIVATE_API["mixed-accumulation"].needed else None
+
+
+def _copies(native: options.FullyShard | options.Replicate) -> int:
+    """Number of copies of each gradient over all ranks."""
+    if isinstance(native, options.Replicate):
+        return dist.get_world_size()
+    return native.mesh.replicate if native.mesh else 1
+
+
+def _averages_late(native: options.FullyShard | options.Replicate) -> bool:
+    """Whether gradients are averaged between groups only at the end of a window, if this torch supports it."""
+    if not isinstance(native, options.FullyShard) or native.requires_all_reduce != "last_micro_batch":
+        return False
+    hybrid = PRIVATE_API["hybrid-accumulation"]
+    if not hybrid.works and dist.get_rank() == 0:
+        _logger.warning("%s", hybrid.refusal())
+    return hybrid.works
 
 
 def _require(native: options.FullyShard | options.Replicate, *, patched: bool, mixed: bool) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from unishard.contract.kit.replicated import is_replicated
 from unishard.distributed.shard_optimizer import ShardOptimizer
-from unishard_fsdp.early_gradients import EarlyGradients
+from unishard_fsdp.cases.early_gradients import EarlyGradients
 from unishard_fsdp.shards import local
 from unishard_fsdp.step_hooks import StepHooks
 from unishard_fsdp.stepped_shards import SteppedShards
@@ -81,21 +81,21 @@ class HostCopies(SteppedShards):
         if self._in_parts and not watched:
             self._update_by_unit()
         else:
-            self._optimizer.step()
+            self.optimizer.step()
 
     @torch.no_grad()
     def _update_by_unit(self) -> None:
-        groups: Groups = self._optimizer.param_groups
+        groups: Groups = self.optimizer.param_groups
         self._stays = True
         self._enter()
         try:
             for number, own in self._by_unit(groups).items():
                 self._wait_for(number)
-                self._optimizer.param_groups = own
-                self._optimizer.step()
+                self.optimizer.param_groups = own
+                self.optimizer.step()
                 self._send(number)
         finally:
-            self._optimizer.param_groups = groups
+            self.optimizer.param_groups = groups
 
     def _by_unit(self, groups: Groups) -> dict[int, Groups]:
         """The groups with the tensors of each unit that have a gradient, in the order of units."""
@@ -152,8 +152,8 @@ class HostCopies(SteppedShards):
                 copy = self.tensors[parameter]
                 if copy.grad is not None:
                     self._weights(parameter).copy_(copy, non_blocking=self._pin_memory)
-                    if parameter in self._masters:
-                        parameter.data.copy_(self._masters[parameter])
+                    if parameter in self.masters:
+                        parameter.data.copy_(self.masters[parameter])
                     copy.grad = None
 
     def _write(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
@@ -16,7 +16,7 @@ from unishard.contract.adapter import InferenceAdapter
 from unishard.contract.kit.input_casts import cast_inputs
 from unishard.contract.results import Placement
 from unishard.distributed.shards import Shard
-from unishard_fsdp.gathering import UnshardedModules, sharded_read
+from unishard_fsdp.cases.unsharded import UnshardedModules, sharded_read
 from unishard_fsdp.generation import gathering_in_generate
 from unishard_fsdp.placement import placement_of
 from unishard_fsdp.private import PRIVATE_API
@@ -34,7 +34,7 @@ class FSDPInferenceAdapter(InferenceAdapter):
         super().__init__(module, device)
         self._forwards = forwards
         self._root_first = RootFirst(module)
-        self._unsharded = UnshardedModules(module)
+        self._open: list[UnshardedModules] = []
         sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._hooks = cast_inputs(sharded, precision)
 
@@ -48,10 +48,16 @@ class FSDPInferenceAdapter(InferenceAdapter):
         with gathering_in_generate(self.module):
             return self.module.generate(*args, **kwargs)  # type: ignore[operator]
 
-    def unsharded(self, names: Sequence[str]) -> AbstractContextManager[None]:
+    @contextmanager
+    def unsharded(self, names: Sequence[str]) -> Iterator[None]:
         """Keep the modules that hold these parameters gathered."""
         self._root_first.run()
-        return self._unsharded.gathered(names)
+        self._open = [UnshardedModules(self.module, names)]
+        try:
+            with self._open[0].gathered(reshards=True):
+                yield
+        finally:
+            self._open = []
 
     def reads_shard(self, error: RuntimeError) -> str | None:
         """A shard, which is a DTensor, was used with a full tensor."""
@@ -77,7 +83,8 @@ class FSDPInferenceAdapter(InferenceAdapter):
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        self._unsharded.gather_again()
+        for block in self._open:
+            block.after_reshard()
 
     def releasing(self) -> Callable[[], None]:
         """Let torch forget that it has sharded the modules."""

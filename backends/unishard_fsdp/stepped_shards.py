@@ -41,8 +41,9 @@ class SteppedShards(ABC):
             optimizer: Has the parameters.
             masters: The master weights of parameters that are no master weights themselves.
         """
-        self._masters = masters
-        self._optimizer: Any = optimizer  # torch calls the keys of its state tensors
+        self.masters = masters
+        self.optimizer: Any = optimizer
+        """torch says of the keys of its state that they are tensors."""
         self.tensors: dict[nn.Parameter, nn.Parameter] = {
             parameter: self._new(parameter) for group in optimizer.param_groups for parameter in group["params"]
         }
@@ -71,7 +72,7 @@ class SteppedShards(ABC):
 
     def _update(self) -> None:
         """Call the optimizer's step."""
-        self._optimizer.step()
+        self.optimizer.step()
 
     def close(self) -> None:
         """Remove the hooks from the optimizer."""
@@ -96,13 +97,13 @@ class SteppedShards(ABC):
 
     def _weights(self, parameter: nn.Parameter) -> Tensor:
         """What is updated of a parameter on this rank."""
-        return local(self._masters.get(parameter, parameter))
+        return local(self.masters.get(parameter, parameter))
 
     @torch.no_grad()
     def _enter(self) -> None:
         if self._shown is not None:
             return
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         self._shown = optimizer.state, [group["params"] for group in optimizer.param_groups]
         if _differ(optimizer.state.values(), self._state.values()):
             self._state.clear()
@@ -117,7 +118,7 @@ class SteppedShards(ABC):
         if self._shown is None or self._stays:
             return
         (state, groups), self._shown = self._shown, None
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         optimizer.state = state
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = parameters
@@ -167,8 +168,8 @@ class ShardViews(SteppedShards):
             tensor.data, tensor.grad = self._weights(parameter), parameter.grad
 
     def _write(self) -> None:
-        for parameter in self._whole.keys() & self._masters.keys():
+        for parameter in self._whole.keys() & self.masters.keys():
             if self._whole[parameter].grad is not None:
-                parameter.data.copy_(self._masters[parameter])
+                parameter.data.copy_(self.masters[parameter])
         for tensor in self.tensors.values():
             tensor.grad = None

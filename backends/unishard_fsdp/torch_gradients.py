@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import compress
 from operator import attrgetter, not_
+from types import MappingProxyType
 from typing import Protocol, final
 
 import torch
@@ -17,7 +18,6 @@ from unishard.contract.kit.skipping import DeviceSkip
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
 from unishard_fsdp.clipping import changes, scale, total_norm
-from unishard_fsdp.replicated_parameters import ReplicatedParameters
 from unishard_fsdp.shards import shard_of
 
 _grad = attrgetter("grad")
@@ -47,7 +47,8 @@ class TorchGradients:
         skip: DeviceSkip | None,
         own_hooks: int = 0,
         before_change: Callable[[], object] = lambda: None,
-        replicated: ReplicatedParameters | None = None,
+        masters: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
+        whole: Collection[nn.Parameter] = (),
     ) -> None:
         """Of parameters that are sharded, or full on every rank.
 
@@ -60,7 +61,8 @@ class TorchGradients:
             skip: Skips updates on the device; None if the optimizer's steps are collective, or made in host memory.
             own_hooks: How many hooks this package has on the optimizer.
             before_change: Called before gradients are changed that are final.
-            replicated: Of the parameters, those that are full on every rank although the others are sharded.
+            masters: The master weights of parameters that are no master weights themselves.
+            whole: Of the parameters, those that are full on every rank although the others are sharded.
         """
         self.parameters = parameters
         self._device = device
@@ -70,8 +72,8 @@ class TorchGradients:
         self._skip = skip
         self._own_hooks = own_hooks
         self._before_change = before_change
-        self._replicated = replicated
-        self._whole = set[nn.Parameter](() if replicated is None else replicated.trained)
+        self._masters = masters
+        self._whole = set(whole)
         self._norm: Tensor | None = None
         """That of the gradients of this window, once it was asked for."""
 
@@ -135,8 +137,7 @@ class TorchGradients:
         if parameter.grad is None:
             if not create:
                 return None
-            weights = parameter if self._replicated is None else self._replicated.weights(parameter)
-            parameter.grad = torch.zeros_like(parameter, dtype=weights.dtype)
+            parameter.grad = torch.zeros_like(parameter, dtype=self._masters.get(parameter, parameter).dtype)
         return shard_of(parameter, parameter.grad)
 
     def drop(self) -> None:

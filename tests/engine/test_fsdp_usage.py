@@ -1,11 +1,11 @@
-"""Which modules of a sharded model had only a part of their parameters used; see `unishard_fsdp.parameter_usage`."""
+"""Which modules of a sharded model had only a part of their parameters used; see `unishard_fsdp.cases.parameter_usage`."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from unishard_fsdp.parameter_usage import ParameterUsage
+from unishard_fsdp.cases.parameter_usage import ParameterUsage
 
 
 class Pair(nn.Module):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from unishard_fsdp.cases.case import FSDPCase
 from unishard_fsdp.shards import local
 
 
-class EarlyGradients:
+@final
+class EarlyGradients(FSDPCase):
     """Copies each gradient behind its reduction, in the last backward of a window.
 
     An update that changes gradients first, by clipping or a divisor, needs them as they are then, and the window after
@@ -27,7 +30,7 @@ class EarlyGradients:
                 is added to later would be read there meanwhile.
             empty: Allocates page-locked host memory for a copy.
         """
-        self.last = True
+        self._last = True
         """Whether the micro-batch that runs is the last of its window."""
         self._early, self._changed = True, False
         """Whether this window copies, and whether its gradients were changed since."""
@@ -39,9 +42,13 @@ class EarlyGradients:
             for parameter in parameters
         ]
 
+    def begin(self, *, last: bool) -> None:
+        """Note which micro-batch runs."""
+        self._last = last
+
     @torch.no_grad()
     def _reduced(self, parameter: Tensor) -> None:
-        if self.last and self._early and parameter.grad is not None:
+        if self._last and self._early and parameter.grad is not None:
             shard = local(parameter.grad)
             self._sent[parameter] = parameter.grad, self._empty(shard).copy_(shard, non_blocking=True)
 
@@ -55,8 +62,8 @@ class EarlyGradients:
         self._sent.clear()
         self._changed = True
 
-    def end_window(self) -> None:
-        """Drop the copies, after an update or in place of one."""
+    def forget(self) -> None:
+        """Drop the copies."""
         self._sent.clear()
         self._early, self._changed = not self._changed, False
 

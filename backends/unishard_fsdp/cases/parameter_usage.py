@@ -4,17 +4,17 @@ reduction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from unishard.contract.kit.replicated import is_replicated
 from unishard_fsdp.dimensionless import parameter_named
+from unishard_fsdp.unit_parameters import own_names
 
 
 class ParameterUsage:
@@ -62,16 +62,3 @@ class ParameterUsage:
             if parameter not in self._watched:
                 self._watched.add(parameter)
                 parameter.register_post_accumulate_grad_hook(self._used.add)  # type: ignore[no-untyped-call]
-
-
-def own_names(module: nn.Module) -> dict[str, None]:
-    """Names of a sharded module's parameters, without those of sharded modules inside it."""
-    return dict.fromkeys(name for name, _ in _own(module, ""))
-
-
-def _own(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in module.named_parameters(recurse=False):
-        yield prefix + name, parameter
-    for name, child in module.named_children():
-        if not isinstance(child, FSDPModule):
-            yield from _own(child, f"{prefix}{name}.")

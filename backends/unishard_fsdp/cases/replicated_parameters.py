@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,11 @@ from unishard.config import Precision
 from unishard.contract.kit.kept_fp32 import is_kept
 from unishard.contract.kit.replicated import is_replicated
 from unishard.distributed.dtypes import DTYPES
+from unishard_fsdp.cases.case import FSDPCase
 
 
-class ReplicatedParameters:
+@final
+class ReplicatedParameters(FSDPCase):
     """The replicated parameters of a model that trains.
 
     In a 16-bit run a parameter is in the compute dtype, as FSDP2 gathers the others, and its master weight beside it.
@@ -50,14 +53,6 @@ class ReplicatedParameters:
                 hook = parameter.register_post_accumulate_grad_hook(_add_up_in(accumulate))  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
 
-    def __bool__(self) -> bool:
-        """Whether there are any that train."""
-        return bool(self.trained)
-
-    def weights(self, parameter: nn.Parameter) -> Tensor:
-        """What the optimizer updates."""
-        return self.masters.get(parameter, parameter)
-
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
         """A block with a backward. Collective if its micro-batch is the last of a window.
@@ -67,7 +62,7 @@ class ReplicatedParameters:
         before = self._take_averaged()
         yield
         if last:
-            self.average()
+            self.finish()
             for parameter, gradient in before.items():
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
@@ -81,7 +76,7 @@ class ReplicatedParameters:
         return taken
 
     @torch.no_grad()
-    def average(self) -> None:
+    def finish(self) -> None:
         """Replace the gradients of this window by their means over the ranks, once. Collective.
 
         A rank without one adds zeros; where no rank has one, there is none, as in plain torch.
@@ -107,11 +102,11 @@ class ReplicatedParameters:
         complete = all(gradient is not None for gradient in gradients)
         flags = [True] * len(gradients) if complete else used.gt(0).tolist()  # only a rank that lacks one waits for it
         for parameter, mean, is_used in zip(self.trained, means, flags, strict=True):
-            dtype = self.weights(parameter).dtype
+            dtype = self.masters.get(parameter, parameter).dtype
             parameter.grad = mean.view(parameter.shape).to(dtype) if is_used else None
 
     @torch.no_grad()
-    def copy_masters(self) -> None:
+    def written(self) -> None:
         """Update the parameters from their master weights."""
         for parameter, master in self.masters.items():
             parameter.data.copy_(master)

@@ -4,10 +4,14 @@ used.
 
 from __future__ import annotations
 
+from typing import final
+
+from unishard_deepspeed.cases.case import ZeroCase
 from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
 
 
-class StaleGradients:
+@final
+class StaleGradients(ZeroCase):
     """Gradients of the last window that remain in an optimizer.
 
     Which parameters the next window uses is not known in advance. So all are zeroed after each update, if DeepSpeed has
@@ -21,17 +25,14 @@ class StaleGradients:
         self._zeroing = [clear for case, clear in stale.items() if case not in self.missing]
         self._skipping = [case for case in self.missing if case is zero.cases.stale_offloaded]
 
-    def clear(self, *, updated: bool = True) -> None:
-        """Zero stale gradients after an update.
-
-        Args:
-            updated: Whether it was made.
+    def end_window(self, *, skipped: bool) -> None:
+        """Zero them.
 
         Raises:
-            BackendError: It was skipped, DeepSpeed would then skip all later ones, and it lacks the private names to
-                prevent that.
+            BackendError: The update was skipped, DeepSpeed would then skip all later ones, and it lacks the private
+                names to prevent that.
         """
         for clear in self._zeroing:
             clear()
-        for case in [] if updated else self._skipping:
+        for case in self._skipping if skipped else ():
             case.require()

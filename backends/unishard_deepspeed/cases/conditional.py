@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from unishard.contract.kit.replicated import is_replicated
 from unishard.contract.units import Unit
-from unishard_deepspeed.private.partitioned import drop, gather, is_partitioned, remove_hooks
+from unishard_deepspeed.cases.case import ZeroCase
+from unishard_deepspeed.entered_modules import is_inside, is_sharded
+from unishard_deepspeed.private.partitioned import drop, gather, remove_hooks
 from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
 
 
-class ConditionalModules:
-    """The conditional modules of a model under DeepSpeed. Each method is collective."""
+@final
+class ConditionalModules(ZeroCase):
+    """The conditional modules of a model, and replicated parameters, which a rank may skip as well."""
 
     def __init__(
         self,
         zero: ZeroOptimizer,
         conditional: Sequence[Unit],
         units: Sequence[str],
-        replicated: Sequence[nn.Parameter] = (),
+        entered: Sequence[Unit],
+        parameters: Sequence[nn.Parameter],
     ) -> None:
         """Find what is gathered and reduced apart from the rest.
 
@@ -30,54 +33,34 @@ class ConditionalModules:
             zero: DeepSpeed's optimizer.
             conditional: The modules.
             units: Names of the leaf modules.
-            replicated: Trainable parameters that every rank holds whole: a rank may skip them as well.
+            entered: Other modules whose parameters DeepSpeed gathers when they are entered.
+            parameters: The trainable parameters that a rank may skip.
         """
         model = zero.engine.module
-        inside = [parameter for unit in conditional for parameter in unit.module.parameters()]
-        self.parameters = [*dict.fromkeys(each for each in (*inside, *replicated) if each.requires_grad)]
-        """Their trainable parameters, and those that are replicated."""
-        outside = [unit.module for unit in conditional if not _is_inside(unit.name, units)]
-        self.entered = entered_modules(model, units, [unit.name for unit in conditional])
-        """At stage 3, modules whose parameters DeepSpeed gathers when they are entered, besides the leaf modules."""
+        outside = [unit.module for unit in conditional if not is_inside(unit.name, units)]
         every = dict.fromkeys(parameter for module in outside for parameter in module.parameters())
-        self._gathered = [*filter(_is_sharded, every)]
+        self._gathered = [*filter(is_sharded, every)]
         """At stage 3, parameters outside leaf modules, which DeepSpeed would gather only on ranks that enter their
         module."""
-        if self.parameters:
-            zero.reduce_last(self.parameters)
+        if parameters:
+            zero.reduce_last(parameters)
         if outside and zero.gathers:
             remove_hooks(zero.optimizer, [inner for module in outside for inner in module.modules()])
-        if self.parameters and zero.gathers:
+        if parameters and zero.gathers:
             remove_hooks(zero.optimizer, (each for each in model.modules() if _is_empty(each)))
-            optional = set(self.parameters)
-            gathered = [*map(model.get_submodule, units), *(unit.module for unit in self.entered)]
+            optional = set(parameters)
+            gathered = [*map(model.get_submodule, units), *(unit.module for unit in entered)]
             _need_gradients(module for module in gathered if optional.issuperset(_trained(module)))
 
-    def gather(self) -> None:
-        """Gather before each forward the parameters that no hook gathers."""
+    def before_forward(self) -> None:
+        """Gather the parameters that no hook gathers."""
         if self._gathered:
             gather(self._gathered)
 
-    def drop(self, kept: Collection[nn.Parameter]) -> None:
-        """Keep only this rank's shard after each backward, but for parameters that stay gathered."""
+    def after_backward(self, kept: Collection[nn.Parameter]) -> None:
+        """Keep only this rank's shard, but for parameters that stay gathered."""
         if dropped := [parameter for parameter in self._gathered if parameter not in kept]:
             drop(dropped)
-
-
-def entered_modules(model: nn.Module, *names: Sequence[str]) -> list[Unit]:
-    """Modules with parameters of their own that are sharded, except those with one of these names, and
-    what is inside them.
-    """
-    known = [name for each in names for name in each]
-    return [
-        Unit(name, module)
-        for name, module in model.named_modules()
-        if any(map(_is_sharded, module.parameters(recurse=False))) and name not in known and not _is_inside(name, known)
-    ]
-
-
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    return is_partitioned(parameter) and not is_replicated(parameter)
 
 
 def _is_empty(module: nn.Module) -> bool:
@@ -106,7 +89,3 @@ def _need_gradient(module: nn.Module, args: Any, kwargs: Any) -> Any:
         tuple(needs if value is floats[0] else value for value in args),
         {name: needs if value is floats[0] else value for name, value in kwargs.items()},
     )
-
-
-def _is_inside(name: str, modules: Sequence[str]) -> bool:
-    return any(name.startswith(f"{module}.") for module in modules)

@@ -1,10 +1,10 @@
-"""Sharded modules whose parameters stay gathered for `engine.weights.unsharded`."""
+"""Sharded modules whose parameters stay gathered in a block of `engine.weights.unsharded`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from unishard.contract.kit.replicated import is_replicated
+from unishard_fsdp.cases.case import FSDPCase
 from unishard_fsdp.dimensionless import parameter_named
 from unishard_fsdp.forward_methods import run_as_forward
-from unishard_fsdp.parameter_usage import own_names
+from unishard_fsdp.unit_parameters import own_names
 
 _OF_DTENSOR = (
     "mixed torch.Tensor and DTensor",
@@ -40,83 +41,78 @@ def sharded_read(error: RuntimeError, units: Sequence[str]) -> str | None:
     )
 
 
-class UnshardedModules:
+@final
+class UnshardedModules(FSDPCase):
     """Keeps sharded modules gathered in a block, and reduces the gradients of reads that FSDP2 does not expect."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._open: list[FSDPModule] = []
+    def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
+        """Find the modules that hold these parameters."""
+        self.modules = list(dict.fromkeys(_owner(module, name) for name in names))
         self._leaves: list[Tensor] = []
 
     @contextmanager
-    def gathered(self, names: Iterable[str]) -> Iterator[None]:
-        """A block in which the modules that hold these parameters are gathered. Collective."""
-        owners = list(dict.fromkeys(map(self._owner, names)))
+    def gathered(self, *, reshards: bool) -> Iterator[None]:
+        """The block. Collective.
+
+        Args:
+            reshards: Whether backward reshards modules after it.
+        """
         # A number in reshard_after_forward has no public setter, so what was resharded after a forward is gathered
         # again at once.
-        hooks = [cast(nn.Module, owner).register_forward_hook(_unshard) for owner in owners]
+        hooks = [cast(nn.Module, module).register_forward_hook(_unshard) for module in self.modules]
         try:
-            self._open = owners
-            self.gather_again()
-            self._leaves = [leaf for owner in owners for leaf in own_leaves(cast(nn.Module, owner))]
+            self.after_reshard()
+            self._leaves = [leaf for module in self.modules for leaf in _own_leaves(cast(nn.Module, module))]
             yield
         finally:
-            self._open, self._leaves = [], []
             for hook in hooks:
                 hook.remove()
-            for owner in owners:
-                owner.reshard()
+            self._set_reshard_after_backward(reshards)
+            for module in self.modules:
+                module.reshard()
 
-    def gather_again(self) -> None:
-        """Gather the modules of the block, after all were sharded."""
-        for owner in self._open:
-            owner.unshard()
+    def after_reshard(self) -> None:
+        """Gather the modules again."""
+        for module in self.modules:
+            module.unshard()
 
-    def holds_all(self, modules: Iterable[Any]) -> bool:
-        """Whether all of these modules that have parameters are gathered in the block."""
-        return all(module in self._open for module in modules if own_names(module))
-
-    def set_reshard_after_backward(self, reshard: bool) -> None:
-        """Set it for the modules of the block."""
-        for owner in self._open:
-            owner.set_reshard_after_backward(reshard, recurse=False)
+    def before_forward(self) -> None:
+        """Keep them in a backward: the forward may compute gradients of its own."""
+        self._set_reshard_after_backward(False)
 
     @contextmanager
-    def resharding(self, modules: Iterable[Any]) -> Iterator[None]:
-        """A block whose backward reshards modules, but not those that are to stay gathered."""
-        owners = [module for module in modules if module not in self._open]
-        for owner in owners:
-            owner.set_reshard_after_backward(True, recurse=False)
-        try:
-            yield
-        finally:
-            for owner in owners:
-                owner.set_reshard_after_backward(False, recurse=False)
-
-    def reduce_late(self) -> None:
-        """Reduce gradients that came after FSDP2 had reduced those of their module. Collective.
+    def backward(self, *, last: bool) -> Iterator[None]:
+        """Keep them in the last backward of a window too, and reduce gradients that came after FSDP2 had reduced those
+        of their module.
 
         It does so once the inputs of the module have their gradients. A read that was made before the module's forward
         gets its gradient only then, and the gradient would wait for the next backward.
         """
-        if self._open:
-            reduce_late(cast(nn.Module, self._open[0]), self._leaves)
+        self._set_reshard_after_backward(False)
+        yield
+        if self.modules:
+            _reduce_late(cast(nn.Module, self.modules[0]), self._leaves)
 
-    def _owner(self, name: str) -> FSDPModule:
-        """The sharded module around a parameter that is nearest to it."""
-        owner = module = self._module
-        for part in name.split(".")[:-1]:
-            module = getattr(module, part)
-            if isinstance(module, FSDPModule):
-                owner = cast(nn.Module, module)
-        return cast(FSDPModule, owner)
+    def _set_reshard_after_backward(self, reshard: bool) -> None:
+        for module in self.modules:
+            module.set_reshard_after_backward(reshard, recurse=False)
+
+
+def _owner(root: nn.Module, name: str) -> FSDPModule:
+    """The sharded module around a parameter that is nearest to it."""
+    owner = module = root
+    for part in name.split(".")[:-1]:
+        module = getattr(module, part)
+        if isinstance(module, FSDPModule):
+            owner = cast(nn.Module, module)
+    return cast(FSDPModule, owner)
 
 
 def _unshard(module: Any, *forward: Any) -> None:
     module.unshard()
 
 
-def own_leaves(owner: nn.Module) -> Iterator[Tensor]:
+def _own_leaves(owner: nn.Module) -> Iterator[Tensor]:
     """The gathered parameters of a sharded module, without those of sharded modules inside it."""
     for name in own_names(owner):
         parameter = parameter_named(owner, name)
@@ -125,7 +121,7 @@ def own_leaves(owner: nn.Module) -> Iterator[Tensor]:
             yield parameter
 
 
-def reduce_late(module: nn.Module, leaves: Iterable[Tensor]) -> None:
+def _reduce_late(module: nn.Module, leaves: Iterable[Tensor]) -> None:
     """Reduce gradients that FSDP2 has left on gathered parameters after a backward. Collective.
 
     An empty forward of one module makes FSDP2 go through all of them (torch 2.13, _fsdp_state.py,
