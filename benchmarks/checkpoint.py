@@ -316,7 +316,7 @@ def held(engine: Any) -> int:
 
 def by_hand(engine: Any) -> dict[str, Any]:
     with past_the_engine(engine):
-        model, optimizer = get_state_dict(engine.module, engine._adapter.optimizer)
+        model, optimizer = get_state_dict(engine.module, engine._adapter.updates.optimizer)
     return {"model": model, "optim": optimizer}
 
 
@@ -332,7 +332,10 @@ def load_by_hand(engine: Any, path: Path) -> None:
     dcp.load(state, checkpoint_id=path)
     with past_the_engine(engine):
         set_state_dict(
-            engine.module, engine._adapter.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+            engine.module,
+            engine._adapter.updates.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
         )
 
 

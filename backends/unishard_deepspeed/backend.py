@@ -19,7 +19,7 @@ from unishard_deepspeed.rules import RULES
 if TYPE_CHECKING:
     from torch import nn
 
-    from unishard.contract.adapter import InferenceAdapter
+    from unishard.contract.adapter import ShardedModel
     from unishard.contract.checkpoint_format import CheckpointFormat
     from unishard.contract.footprint import Footprint
     from unishard.contract.model_shape import ModelShape
@@ -114,7 +114,7 @@ class DeepSpeedBackend:
 
         return spec_of(cfg, translation, topology, shape, units)
 
-    def build(self, model: nn.Module, plan: RunPlan) -> InferenceAdapter:
+    def build(self, model: nn.Module, plan: RunPlan) -> ShardedModel:
         """Shard the model and put an adapter around its engine. Imports DeepSpeed. Collective."""
         from unishard_deepspeed.build import build
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.config import Precision
-from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.contract.backend import OptimizerBuilder
 from unishard.contract.kit import materialization
 from unishard.contract.kit.input_casts import cast_inputs
@@ -23,7 +23,6 @@ from unishard.contract.units import ModelUnits
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.devices import device_of
 from unishard_deepspeed import kept_fp32, sharding, start
-from unishard_deepspeed.adapter import DeepSpeedAdapter
 from unishard_deepspeed.cases.case import ZeroCase
 from unishard_deepspeed.cases.conditional import ConditionalModules
 from unishard_deepspeed.cases.late_steps import LateSteps
@@ -31,8 +30,9 @@ from unishard_deepspeed.cases.persistent_parameters import PersistentParameters
 from unishard_deepspeed.cases.second_copies import SecondCopies
 from unishard_deepspeed.cases.stale_gradients import StaleGradients
 from unishard_deepspeed.entered_modules import entered_modules
-from unishard_deepspeed.inference import DeepSpeedInferenceAdapter
+from unishard_deepspeed.frozen_stage_3 import FrozenStage3
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
+from unishard_deepspeed.model import ZeroModel
 from unishard_deepspeed.private.building import allow_fp16, clear_mpu
 from unishard_deepspeed.private.partitioned import is_partitioned
 from unishard_deepspeed.private.requirements import require_for
@@ -41,15 +41,17 @@ from unishard_deepspeed.private.stage_0 import Stage0
 from unishard_deepspeed.private.stage_3 import Stage3
 from unishard_deepspeed.private.stages_1_2 import Stages12
 from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
+from unishard_deepspeed.private.zero_parameters import ZeroParameters
 from unishard_deepspeed.replicas import Replicas, replicas_of
 from unishard_deepspeed.spec import ZeroSpec
 from unishard_deepspeed.unit_outputs import ListedOutputs
+from unishard_deepspeed.updates import ZeroUpdates
 
 _OPTIMIZERS: tuple[type[ZeroOptimizer], ...] = (Stage0, Stages12, Stages12, Stage3)
 """By the stage of ZeRO."""
 
 
-def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
+def build(model: nn.Module, plan: RunPlan) -> ShardedModel:
     """Shard a model in place and put an adapter around its engine. Collective.
 
     Args:
@@ -82,7 +84,7 @@ def _build(
     units: ModelUnits,
     optimizer: OptimizerBuilder | None,
     replicas: Replicas | None,
-) -> InferenceAdapter:
+) -> ShardedModel:
     settings = copy.deepcopy(spec.native)
     precision, names = spec.precision, [unit.name for unit in units.gathered]
     if optimizer is None:
@@ -94,8 +96,8 @@ def _build(
         if replicas is not None:
             clear_mpu()
         hooks = _casting(model, precision, units) + outputs.restore()
-        of_parameters = _of_parameters(spec, engine, model, engine.optimizer.partition_all_parameters)
-        return DeepSpeedInferenceAdapter(engine, device, hooks, of_parameters)
+        frozen = FrozenStage3(spec, engine)
+        return ZeroModel(frozen, device, hooks, _of_parameters(frozen))
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     listed: ListedOutputs | None = None
     if zero.gathers:
@@ -138,23 +140,26 @@ def _build(
         cases.append(ConditionalModules(built, units.conditional, names, entered, optional))
     if getattr(inner.optimizer, "steps_late", False) and built.calls_in_update() > 1:
         cases.append(LateSteps(built))
-    cases += _of_parameters(spec, engine, model, built.reshard_all)
+    cases += _of_parameters(built)
     missing: Sequence[PrivateApi] = ()
     if built.stale():
         stale = StaleGradients(built)
         missing = stale.missing
         cases.append(stale)
     skippable = inner.trained if built.fills_gradients else optional
-    return DeepSpeedAdapter(built, device, hooks, cases, entered, skippable, missing)
+    sharded = ZeroModel(built, device, hooks, cases, entered)
+    sharded.updates = ZeroUpdates(sharded, built, skippable=skippable, missing=missing)
+    return sharded
 
 
-def _of_parameters(spec: ZeroSpec, engine: Any, model: nn.Module, reshard_all: Callable[[], None]) -> list[ZeroCase]:
+def _of_parameters(zero: ZeroParameters) -> list[ZeroCase]:
     """The cases of a model's parameters, with training or without. Collective."""
+    model: nn.Module = zero.engine.module
     cases: list[ZeroCase] = []
     if persistent := [each for each in model.parameters() if is_replicated(each) and is_partitioned(each)]:
-        cases.append(PersistentParameters(engine.optimizer, model, persistent))
-    if spec.second_copies:
-        cases.append(SecondCopies(model, reshard_all))
+        cases.append(PersistentParameters(zero.optimizer, model, persistent))
+    if zero.spec.second_copies:
+        cases.append(SecondCopies(zero))
     for case in cases:
         case.partitioned()
     return cases

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -18,14 +18,15 @@ from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
 class ZeroOptimizerState:
     """Reads optimizer state as shards, and recreates it."""
 
-    def __init__(self, zero: ZeroOptimizer, masters: FlatMasterWeights) -> None:
+    def __init__(self, zero: ZeroOptimizer, masters: FlatMasterWeights, drop_gradients: Callable[[], None]) -> None:
         """Hold the optimizers.
 
         Args:
             zero: DeepSpeed's.
             masters: The flat master weights of the torch optimizer inside it, and how they are split.
+            drop_gradients: Drops what DeepSpeed keeps of a window, also of one whose update has failed.
         """
-        self._zero = zero
+        self._zero, self._drop_gradients = zero, drop_gradients
         self._torch = zero.inner.optimizer
         self._masters = masters
 
@@ -54,6 +55,7 @@ class ZeroOptimizerState:
 
     def make(self, specs: Mapping[nn.Parameter, StateSpec]) -> None:
         """Clear all state and create it for some parameters; the others have none, as before their first update."""
+        self._drop_gradients()
         self._zero.unlink_states()
         self._masters.forget()
         for master, parts in self._masters.shards.items():
@@ -62,6 +64,7 @@ class ZeroOptimizerState:
                 self._make_split(master, wanted)
             elif wanted[0] is not None:
                 self._torch.state[master] = fresh_state(self._torch, self._groups[master], master, wanted[0])
+        self._zero.link_states(now=True)
 
     def _make_split(self, master: Tensor, wanted: list[StateSpec | None]) -> None:
         for view, spec in zip(self._masters.split(master).values(), wanted, strict=True):

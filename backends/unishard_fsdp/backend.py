@@ -19,7 +19,7 @@ from unishard_fsdp.rules import RULES
 if TYPE_CHECKING:
     from torch import nn
 
-    from unishard.contract.adapter import InferenceAdapter
+    from unishard.contract.adapter import ShardedModel
     from unishard.contract.checkpoint_format import CheckpointFormat
     from unishard.contract.footprint import Footprint
     from unishard.contract.model_shape import ModelShape
@@ -129,7 +129,7 @@ class FSDPBackend:
 
         return spec_of(cfg, translation, shape)
 
-    def build(self, model: nn.Module, plan: RunPlan) -> InferenceAdapter:
+    def build(self, model: nn.Module, plan: RunPlan) -> ShardedModel:
         """Shard the model as the plan says and put an adapter around its engine. Imports torch. Collective.
 
         Raises:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from inspect import signature
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from unishard.contract.adapter import InferenceAdapter
+from unishard.config import Precision
+from unishard.contract.adapter import ShardedModel
 from unishard.contract.backend import OptimizerBuilder
 from unishard.contract.kit.kept_fp32 import is_kept
 from unishard.contract.kit.replicated import is_replicated
@@ -23,22 +24,22 @@ from unishard.contract.plan import RunPlan
 from unishard.distributed import devices
 from unishard.errors import BackendError
 from unishard_fsdp import collective_settings, options, sharding
-from unishard_fsdp.cases.case import FSDPCase
 from unishard_fsdp.cases.conditional import ConditionalParameters
 from unishard_fsdp.cases.embeddings import UngatheredEmbeddings
 from unishard_fsdp.cases.replicated_parameters import ReplicatedParameters
+from unishard_fsdp.cases.toggled_parameters import ToggledParameters
 from unishard_fsdp.cases.unreduced_gradients import UnreducedGradients
 from unishard_fsdp.ddp import AveragingHook, wrap_ddp
-from unishard_fsdp.ddp_adapter import DDPAdapter
-from unishard_fsdp.fsdp_adapter import FSDPAdapter
+from unishard_fsdp.ddp_model import DDPModel, DDPUpdates
 from unishard_fsdp.host_copies import HostCopies
-from unishard_fsdp.inference import FSDPInferenceAdapter
+from unishard_fsdp.model import FSDPModel
 from unishard_fsdp.private import PRIVATE_API, numbers
 from unishard_fsdp.spec import FSDPSpec
 from unishard_fsdp.stepped_shards import ShardViews
 from unishard_fsdp.torch_gradients import TorchGradients
 from unishard_fsdp.unit_forwards import UnitForwards
 from unishard_fsdp.unit_parameters import own_parameters
+from unishard_fsdp.updates import FSDPUpdates
 
 _logger = logging.getLogger("unishard")
 _SYNCS_BUFFERS = (
@@ -49,7 +50,7 @@ _SYNCS_BUFFERS = (
 """The argument of DistributedDataParallel, which torch 2.13 renamed."""
 
 
-def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
+def build(model: nn.Module, plan: RunPlan) -> ShardedModel:
     """Shard a model in place and put an adapter around it. Collective.
 
     The optimizer is built last: `fully_shard` replaces the parameters by their shards.
@@ -63,82 +64,94 @@ def build(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
         PRIVATE_API["kept-parameters"].require()
     forwards = UnitForwards(model, device, differs=bool(units.conditional))
     numbers.read_in_full()
-    if optimizer is None:
-        fully = cast(options.FullyShard, native)
-        sharding.apply_fully_shard(model, units.gathered, device, fully, forwards, frozen=precision)
-        return FSDPInferenceAdapter(precision, model, device, forwards)
     if isinstance(native, options.DistributedDataParallel):
-        return _ddp(model, spec, native, device, optimizer)
-    _require(native, patched=bool(units.conditional), mixed=precision.compute != "fp32")
-    # A plain last layer returns one; what writes to it is refused by unishard.
-    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor", UserWarning)
+        return _ddp(model, spec, native, device, cast(OptimizerBuilder, optimizer))
+    if optimizer is not None:
+        _require(native, patched=bool(units.conditional), mixed=_is_mixed(precision))
+        # A plain last layer returns one; what writes to it is refused by unishard.
+        warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor", UserWarning)
     embeddings: list[nn.Module] = []
     if isinstance(native, options.Replicate):
         sharding.apply_replicate(model, units.casting, device, native, forwards)
     else:
-        embeddings = sharding.apply_fully_shard(model, units.gathered, device, native, forwards)
-    built = optimizer(_named(model))
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optional = [each for unit in units.conditional for each in unit.module.parameters() if not is_replicated(each)]
-    late, mixed = _averages_late(native), precision.compute != "fp32"
-    cases: list[FSDPCase] = []
-    masters: Mapping[nn.Parameter, Tensor] = {}
-    whole: Sequence[nn.Parameter] = ()
+        frozen = precision if optimizer is None else None
+        embeddings = sharding.apply_fully_shard(model, units.gathered, device, native, forwards, frozen=frozen)
+    built = None if optimizer is None else optimizer(_named(model))
+    sharded = FSDPModel(model, device, spec, precision, forwards)
+    if built is not None:
+        optional = [each for unit in units.conditional for each in unit.module.parameters() if not is_replicated(each)]
+        sharded.updates = _updates(sharded, spec, built, embeddings, optional)
+    return sharded
+
+
+def _updates(
+    model: FSDPModel,
+    spec: FSDPSpec,
+    optimizer: torch.optim.Optimizer,
+    embeddings: Sequence[nn.Module],
+    optional: Sequence[nn.Parameter],
+) -> FSDPUpdates:
+    """Give a model the cases of its run, and what trains it.
+
+    Args:
+        model: Sharded.
+        spec: What is built.
+        optimizer: Of its shards.
+        embeddings: Those that are not gathered in backward.
+        optional: Sharded parameters that a rank may skip.
+    """
+    native, device, modules, cases = model.native, model.device, model.modules(), model.cases
+    late = _averages_late(native)
+    toggled = ToggledParameters(model.module, modules, mixed=_is_mixed(model.precision))
+    cases.append(toggled)
     if embeddings:
         cases.append(UngatheredEmbeddings(embeddings))
-    if unreduced := _unreduced(native, sharded, mixed=mixed, between_groups=late):
+    if unreduced := _unreduced(model, between_groups=late):
         if optional:  # ranks use different parameters
             unreduced.patch_all()
         else:
             cases.append(unreduced)
     if optional:
-        cases.append(ConditionalParameters(optional, sharded, device))
-    if any(map(is_replicated, model.parameters())):
-        replicated = ReplicatedParameters(model, precision)
-        masters, whole = replicated.masters, replicated.trained
+        cases.append(ConditionalParameters(optional, modules, device))
+    whole: Sequence[nn.Parameter] = ()
+    if any(map(is_replicated, model.module.parameters())):
+        replicated = ReplicatedParameters(model.module, model.precision)
+        model.masters, whole = replicated.masters, replicated.trained
         cases.append(replicated)
     on_host = None
     if isinstance(native, options.FullyShard) and native.host_optimizer:
         pin_memory = native.host_optimizer.pin_memory and device.type == "cuda"
-        in_units = [own_parameters(module) for module in reversed(sharded)]  # as backward reduces them
-        on_host = HostCopies(built, masters, device, in_units, pin_memory=pin_memory)
+        in_units = [own_parameters(module) for module in reversed(modules)]  # as backward reduces them
+        on_host = HostCopies(optimizer, model.masters, device, in_units, pin_memory=pin_memory)
         cases.append(on_host.gradients)
-    stepped = on_host or ShardViews(built, masters)
+    stepped = on_host or ShardViews(optimizer, model.masters)
     gradients = TorchGradients(
-        trained,
+        model.trained,
         device,
         stepped,
         steps_always=spec.steps_always,
         copies=_copies(native),
-        skip=None if on_host else DeviceSkip(built),
+        skip=None if on_host else DeviceSkip(optimizer),
         own_hooks=stepped.hooks,
-        before_change=on_host.gradients.change if on_host else lambda: None,
-        masters=masters,
+        before_change=stepped.before_change,
+        masters=model.masters,
         whole=whole,
     )
-    return FSDPAdapter(
-        spec,
-        precision,
-        model,
-        device,
-        forwards=forwards,
-        stepped=stepped,
-        gradients=gradients,
-        cases=cases,
-        skippable={*(trained if native.reduce_scatter_unused_params else optional), *whole},
-        averages_late=late,
-    )
+    skippable = {*(model.trained if native.reduce_scatter_unused_params else optional), *whole}
+    return FSDPUpdates(model, gradients, stepped, toggled, averages_late=late, skippable=skippable)
 
 
-def _unreduced(
-    native: options.FullyShard | options.Replicate, sharded: Sequence[nn.Module], *, mixed: bool, between_groups: bool
-) -> UnreducedGradients | None:
+def _is_mixed(precision: Precision) -> bool:
+    """Whether gradients are summed in another dtype than they are computed in."""
+    return precision.compute != "fp32"
+
+
+def _unreduced(model: FSDPModel, *, between_groups: bool) -> UnreducedGradients | None:
     """What patches FSDP2 where gradients wait for the last micro-batch; None if they do not, or torch needs none."""
     if between_groups and PRIVATE_API["hybrid-accumulation"].needed:
-        return UnreducedGradients(sharded, between_groups=True)
-    waits = mixed and native.requires_gradient_sync == "last_micro_batch"
-    return UnreducedGradients(sharded) if waits and PRIVATE_API["mixed-accumulation"].needed else None
+        return UnreducedGradients(model.modules(), between_groups=True)
+    waits = _is_mixed(model.precision) and model.native.requires_gradient_sync == "last_micro_batch"
+    return UnreducedGradients(model.modules()) if waits and PRIVATE_API["mixed-accumulation"].needed else None
 
 
 def _copies(native: options.FullyShard | options.Replicate) -> int:
@@ -196,7 +209,7 @@ def _ddp(
     native: options.DistributedDataParallel,
     device: torch.device,
     optimizer: OptimizerBuilder,
-) -> DDPAdapter:
+) -> DDPModel:
     sharding.load(model, (), device)
     if native.conditional_modules:
         # DDP warns if a rank used all parameters in the first step, but later steps may differ (torch 2.13,
@@ -216,7 +229,10 @@ def _ddp(
             **{_SYNCS_BUFFERS: native.forward_sync_buffers},
         )
 
-    return DDPAdapter(spec, model, optimizer(_named(model)), device, native=native, wrap=wrap)
+    built = optimizer(_named(model))
+    replicated = DDPModel(model, device, native, wrap)
+    replicated.updates = DDPUpdates(replicated, spec, native, built)
+    return replicated
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -70,6 +70,10 @@ class HostCopies(SteppedShards):
         trained = [each for each in self.tensors if each.requires_grad and not is_replicated(each)]
         self.gradients = EarlyGradients(trained if pin_memory else (), self._empty)
 
+    def before_change(self) -> None:
+        """Drop the copies that were made early."""
+        self.gradients.change()
+
     def _update(self) -> None:
         """Update by units, with as many calls of the optimizer's step.
 
@@ -77,7 +81,7 @@ class HostCopies(SteppedShards):
         """
         watched = self._hooks.of_others()
         if watched:  # and they may change gradients
-            self.gradients.change()
+            self.before_change()
         if self._in_parts and not watched:
             self._update_by_unit()
         else:

@@ -74,6 +74,9 @@ class SteppedShards(ABC):
         """Call the optimizer's step."""
         self.optimizer.step()
 
+    def before_change(self) -> None:  # noqa: B027 (nothing to do if gradients are where they are changed)
+        """Called before gradients are changed that are final."""
+
     def close(self) -> None:
         """Remove the hooks from the optimizer."""
         self._before.remove()

@@ -79,7 +79,7 @@ class TorchGradients:
 
     @torch.no_grad()
     def update(self, max_norm: float | None, divisor: float) -> tuple[HostRead, bool | None]:
-        """Clip by the global norm, step, and drop the gradients, as `EngineAdapter.update` says; where the optimizer's
+        """Clip by the global norm, step, and drop the gradients, as `Updates.update` says; where the optimizer's
         kernels can skip on the device, without reading the norm. Collective.
 
         Args:
@@ -130,7 +130,7 @@ class TorchGradients:
         return self._norm
 
     def shard(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:
-        """This rank's shard of a gradient, as `EngineAdapter.grad_shard` says."""
+        """This rank's shard of a gradient, as `Updates.grad_shard` says."""
         if create:  # to be changed
             self._norm = None
             self._before_change()

@@ -65,13 +65,13 @@ def train(folder: str, backend: str, place: str, kind: str, victim: int = 1) -> 
     dist.broadcast, dist.new_group = broadcast, new_group
 
     def save_and_load() -> None:
-        state, loaded = engine._adapter.optimizer_state, engine._adapter.loaded
+        state, loaded = engine._adapter.updates.optimizer_state, engine._adapter.weights_written
         shards = state.shards
         passing(state, "shards", "save")
         engine.save(root)
-        passing(engine._adapter, "loaded", "load")
+        passing(engine._adapter, "weights_written", "load")
         engine.load(root)
-        state.shards, engine._adapter.loaded = shards, loaded
+        state.shards, engine._adapter.weights_written = shards, loaded
 
     for number, batch in enumerate(own_share(20), start=1):
         if number != BAD:
@@ -83,7 +83,7 @@ def train(folder: str, backend: str, place: str, kind: str, victim: int = 1) -> 
         loss.register_hook(lambda gradient: at("backward"))
         at("between calls")
         engine.backward(loss)
-        passing(engine._adapter, "update", "step")
+        passing(engine._adapter.updates, "update", "step")
         engine.step()
         if not saves:
             save_and_load()

@@ -56,15 +56,15 @@ def _live() -> dict[int, int]:
 def counted(engine: Any) -> dict[str, int]:
     """Bytes of a model's parameters, master weights, optimizer state and gradients, and of all else that Python holds
     since `begin`."""
-    optimizer = engine._adapter.torch_optimizer
+    optimizer = engine._adapter.updates.torch_optimizer
     parameters = list(engine.module.parameters())
     own = storages(parameters)
     stepped = storages(tensor for group in optimizer.param_groups for tensor in group["params"])
     stepped |= storages(tensor for tensor in optimizer.state if isinstance(tensor, Tensor))
-    stepped |= storages(getattr(engine._adapter.optimizer_state, "stepped", {}).values())
+    stepped |= storages(getattr(engine._adapter.updates.optimizer_state, "stepped", {}).values())
     states = [*optimizer.state.values(), *getattr(optimizer, "small", {}).values()]
     eight_bit = [tensor for moments in getattr(optimizer, "moments", {}).values() for tensor in moments.tensors]
-    flat = getattr(engine._adapter.optimizer_state, "_masters", None)
+    flat = getattr(engine._adapter.updates.optimizer_state, "_masters", None)
     stepped |= storages(flat.shards) if eight_bit and flat is not None else {}
     state = storages(
         [*(value for values in states for value in values.values() if isinstance(value, Tensor)), *eight_bit]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from test_layers import FILES, ROOT
 
-ADAPTERS = ("InferenceAdapter", "EngineAdapter")
+ADAPTERS = ("ShardedModel", "Updates")
 LAYERED = ("unishard/formats", "unishard/integrations")
 """Where a dialect of a format, or a part of a framework's class, still builds on another."""
 
@@ -79,8 +79,8 @@ def test_an_adapter_is_final_and_derives_from_the_contract_alone(classes: dict[s
         kind for kind in classes.values() if set(kind.own_bases) & {*ADAPTERS} and kind.node.name not in ADAPTERS
     ]
     assert {kind.node.name for kind in adapters} == {
-        *("FSDPAdapter", "FSDPInferenceAdapter", "DDPAdapter"),
-        *("DeepSpeedAdapter", "DeepSpeedInferenceAdapter", "ReplicaAdapter"),
+        *("FSDPModel", "FSDPUpdates", "DDPModel", "DDPUpdates"),
+        *("ZeroModel", "ZeroUpdates", "ReplicaAdapter"),
     }
     for kind in adapters:
         assert len(kind.node.bases) == 1, kind.node.name

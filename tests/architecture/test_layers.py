@@ -33,8 +33,8 @@ ENGINES = {
     "FSDPModule",
     "DistributedDataParallel",
     "Engine",
-    "EngineAdapter",
-    "InferenceAdapter",
+    "ShardedModel",
+    "Updates",
     "ReplicaAdapter",
 }
 LONG = {"unishard/engine/engine.py": 584}
@@ -125,7 +125,7 @@ def test_the_check_of_engine_names_finds_what_it_looks_for(tmp_path: Path, monke
         "if backend == 'fsdp': pass",
         "x = cfg.backend in ('deepspeed', 'y')",
         "isinstance(engine, ds.DeepSpeedEngine)",
-        "isinstance(adapter, EngineAdapter)",
+        "isinstance(adapter, ShardedModel)",
         "match backend:\n    case 'fsdp': pass",
     ):
         path = tmp_path / "bad.py"

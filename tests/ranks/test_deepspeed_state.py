@@ -137,7 +137,7 @@ def test_masters_whose_parameters_agree_move_as_a_whole_again(strategy, precisio
         losses_of(engine, batches[7:])
         engine.weights.set_trainable("head", True)
         engine.load(folder)
-        zero = engine._adapter._zero
+        zero = engine._adapter.zero
         states = zero.inner.optimizer.state.values()
         entries = sum(bool(state) for state in states)
         steps = [state["step"] for state in states]

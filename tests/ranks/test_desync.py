@@ -227,8 +227,10 @@ def what_is_read_from_the_device(backend):
         seen.append("read")
 
     with prepare(config(backend)) as engine:
-        collective_check.Member.reading, update = reading, engine._adapter.update
-        engine._adapter.update = lambda *arguments, **options: seen.append("update") or update(*arguments, **options)
+        collective_check.Member.reading, update = reading, engine._adapter.updates.update
+        engine._adapter.updates.update = lambda *arguments, **options: (
+            seen.append("update") or update(*arguments, **options)
+        )
         train(engine, own_share(1))
     return seen
 

@@ -80,7 +80,7 @@ def held(backend, strategy):
 
 MASTERS = {
     "fsdp": lambda engine: engine.module.parameters(),
-    "deepspeed": lambda engine: engine._adapter._zero.masters,
+    "deepspeed": lambda engine: engine._adapter.zero.masters,
 }
 
 

@@ -85,9 +85,9 @@ def own(backend, place, name):
     with unishard.prepare(mlp(), offloaded(backend, place, optimizer=None), optimizer=build) as engine:
         found = curve(train(engine, own_share(MICRO_BATCHES)))
         inner = (
-            engine._adapter.optimizer
-            if isinstance(engine._adapter.optimizer, torch.optim.Optimizer)
-            else engine._adapter.optimizer.optimizer
+            engine._adapter.updates.optimizer
+            if isinstance(engine._adapter.updates.optimizer, torch.optim.Optimizer)
+            else engine._adapter.updates.optimizer.optimizer
         )
         inner = vars(inner).get("given", inner)  # one that counts its steps makes one for whole tensors
         state = [
@@ -137,12 +137,12 @@ def held(backend, place, precision):
     with unishard.prepare(mlp(), offloaded(backend, place, precision)) as engine:
         train(engine, own_share(ACCUMULATION))
         if backend == "deepspeed":
-            masters = engine._adapter._zero.masters
+            masters = engine._adapter.zero.masters
             return {
                 "masters": {(each.device.type, each.dtype) for each in masters},
                 "numel": sum(each.numel() for each in masters),
             }
-        stepped = engine._adapter.optimizer_state.stepped
+        stepped = engine._adapter.updates.optimizer_state.stepped
         return {
             "masters": {(each.device.type, each.dtype) for each in stepped.values()},
             "numel": sum(each.numel() for each in stepped.values()),

@@ -87,7 +87,7 @@ def seen_in_fsdp(engine):
 
 def seen_in_deepspeed(engine):
     """Read off DeepSpeed's engine and its optimizer, which have acted on their config."""
-    groups = getattr(engine._adapter.optimizer, "fp32_partitioned_groups_flat", ())
+    groups = getattr(engine._adapter.updates.optimizer, "fp32_partitioned_groups_flat", ())
     return {"sub groups": [group.numel() for group in groups]}
 
 

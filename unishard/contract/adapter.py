@@ -1,8 +1,7 @@
 """The interface between `Engine` and a sharding engine: everything that a backend implements for run time.
 
-`Engine` defines the training loop; each adapter method does one operation on the sharding engine. Subclass
-`EngineAdapter` for training, and `InferenceAdapter` for models prepared with `train=False` under a strategy that shards
-parameters.
+`Engine` defines the training loop; each method does one operation on the sharding engine. An adapter is a
+`ShardedModel`, and its `Updates` if it trains: a model prepared with `train=False` is the same one without them.
 """
 
 from __future__ import annotations
@@ -25,11 +24,13 @@ from unishard.distributed.nested_tensors import hook_gradients
 from unishard.distributed.shards import Shard, SteppedShard
 
 
-class InferenceAdapter(ABC):
-    """A sharded model for inference. `EngineAdapter` adds training."""
+class ShardedModel(ABC):
+    """A model on an engine, for training and for inference."""
 
     forward_is_collective = True
     """Whether a forward without a graph needs the other ranks; if so, `lockstep` repeats calls on finished ranks."""
+    updates: Updates | None = None
+    """What trains it, which the backend sets; None for inference."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         """Hold the model.
@@ -41,11 +42,6 @@ class InferenceAdapter(ABC):
         self.module = module
         self.device = device
 
-    @property
-    def training(self) -> EngineAdapter | None:
-        """The same adapter if it has an optimizer, else None."""
-        return None
-
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch through the sharded model."""
@@ -54,9 +50,12 @@ class InferenceAdapter(ABC):
     def master_shard(self, parameter: nn.Parameter) -> Shard:
         """This rank's shard of a master weight, or of a frozen parameter, as a view of live memory."""
 
-    @abstractmethod
-    def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Update every other copy of an edited master weight, of any dtype, to `full` (fp32)."""
+    def weights_written(self, full: Mapping[nn.Parameter, Tensor] | None = None) -> None:  # noqa: B027 (one copy)
+        """Update every copy of master weights and frozen parameters that were written in place. Collective.
+
+        Args:
+            full: The full values of those that were written, which every rank has; None if any may have been written.
+        """
 
     def gathered_modules(self) -> Iterable[Unit]:
         """Modules outside units whose parameters are gathered, by a collective, each time that they are entered."""
@@ -71,7 +70,7 @@ class InferenceAdapter(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the engine's resources. Called once."""
+        """Release the engine's resources, and first close `updates`. Called once."""
 
     def releasing(self) -> Callable[[], None]:
         """What the modules need once the engine is closed, so that they can be sharded again.
@@ -91,16 +90,6 @@ class InferenceAdapter(ABC):
         Raises:
             CheckpointError: The state cannot be read as shards; says what to change in the config.
         """
-
-    def loaded(self) -> None:  # noqa: B027 (nothing to do if there is one copy)
-        """Update every copy after master weights, frozen parameters and optimizer state were written in place.
-
-        Collective.
-        """
-
-    def weights_written(self) -> None:
-        """Update every copy after master weights were written in place, between two updates. Collective."""
-        self.loaded()
 
     def unsharded(self, names: Sequence[str]) -> AbstractContextManager[None]:
         """A block in which these parameters are full tensors that autograd knows, also outside the forward of their
@@ -123,13 +112,9 @@ class InferenceAdapter(ABC):
         """
         return None
 
-    def frozen(self) -> AbstractContextManager[None]:
-        """A block in which no parameter requires a gradient."""
-        return frozen_parameters(self.module)
 
-
-class EngineAdapter(InferenceAdapter):
-    """A sharded model and its optimizer."""
+class Updates(ABC):
+    """The gradients of a sharded model, and its optimizer."""
 
     on_gradient: Callable[[Tensor], None]
     """Set by `Engine`: called with the gradient of each output of a training forward; see `watch`."""
@@ -141,22 +126,16 @@ class EngineAdapter(InferenceAdapter):
     that were trainable in `prepare`, but not those that any rank may skip (of conditional modules, or all where the
     engine adds zeros for missing gradients)."""
 
-    def __init__(self, module: nn.Module, device: torch.device, optimizer: Any) -> None:
+    def __init__(self, model: ShardedModel, optimizer: Any) -> None:
         """Hold the model and the optimizer.
 
         Args:
-            module: The user's model, sharded in place, under its own parameter names.
-            device: Where this rank computes.
+            model: What trains.
             optimizer: The optimizer that steps; its `param_groups` hold the live learning rates.
         """
-        super().__init__(module, device)
+        self.model = model
         self.optimizer = optimizer
-        self.shared_parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
-
-    @property
-    def training(self) -> EngineAdapter:
-        """The adapter itself."""
-        return self
+        self.shared_parameters = {name: each for name, each in model.module.named_parameters() if each.requires_grad}
 
     # -- one accumulation window -------------------------------------------------------------------
 
@@ -226,7 +205,7 @@ class EngineAdapter(InferenceAdapter):
     @cached_property
     def optimizer_state(self) -> OptimizerState:
         """This rank's shards of the optimizer's state, by parameter."""
-        return TorchOptimizerState(self.torch_optimizer, self.master_shard)
+        return TorchOptimizerState(self.torch_optimizer, self.model.master_shard)
 
     def stepped_memory(self) -> Callable[[], Mapping[nn.Parameter, SteppedShard]]:
         """Prepare to say, inside a step of the torch optimizer, which memory it steps.
@@ -250,7 +229,11 @@ class EngineAdapter(InferenceAdapter):
 
         Updates must not change parameters without a gradient.
         """
-        set_requires_grad(self.module, names, trainable)
+        set_requires_grad(self.model.module, names, trainable)
+
+    def frozen(self) -> AbstractContextManager[None]:
+        """A block in which no parameter requires a gradient."""
+        return frozen_parameters(self.model.module)
 
     def watch(self, output: Any) -> None:
         """Call `on_gradient` with the gradient of each tensor in an output of `forward`.
@@ -259,7 +242,7 @@ class EngineAdapter(InferenceAdapter):
         """
         hook_gradients(output, self.on_gradient)
 
-    def input_gradients(self, *, graph: bool) -> None:
+    def input_gradients(self, *, graph: bool) -> None:  # noqa: B027 (most engines can)
         """Called when `torch.autograd.grad` of an output is about to run through the model, before it uses parameters.
 
         Args:
@@ -270,7 +253,7 @@ class EngineAdapter(InferenceAdapter):
             ContractError: The engine cannot do this; says where it works.
         """
 
-    def gradients_in_forward(self) -> None:
+    def gradients_in_forward(self) -> None:  # noqa: B027 (most engines can)
         """Called when the forward of the model computes gradients through its own modules, such as forces of an energy.
 
         Raises:
@@ -301,4 +284,7 @@ class EngineAdapter(InferenceAdapter):
 
         A parameter that no forward has used yet may be missing.
         """
-        return dict(self.module.named_parameters())
+        return dict(self.model.module.named_parameters())
+
+    def close(self) -> None:  # noqa: B027 (nothing to do if only the model has resources)
+        """Release what updates need, before the model is closed."""

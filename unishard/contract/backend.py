@@ -1,6 +1,6 @@
 """The protocol between the core and a backend.
 
-A backend's author implements it, and an `EngineAdapter`, and runs `unishard.testing`.
+A backend's author implements it, and an adapter, and runs `unishard.testing`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unishard.distributed.layout import Layout, whole
 if TYPE_CHECKING:
     from torch import nn
 
-    from unishard.contract.adapter import InferenceAdapter
+    from unishard.contract.adapter import ShardedModel
     from unishard.contract.checkpoint_format import CheckpointFormat
     from unishard.contract.plan import EngineSpec, RunPlan
     from unishard.contract.private_api import PrivateApi
@@ -148,7 +148,7 @@ class Backend(Protocol):
         """
         ...
 
-    def build(self, model: nn.Module, plan: RunPlan) -> InferenceAdapter:
+    def build(self, model: nn.Module, plan: RunPlan) -> ShardedModel:
         """Shard the model and put an adapter around its engine. Imports the engine. Collective.
 
         Args:
@@ -159,6 +159,6 @@ class Backend(Protocol):
                 where the strategy shards parameters, which are then to be frozen and cast to `precision.compute`.
 
         Returns:
-            An `EngineAdapter`; an `InferenceAdapter` without an optimizer.
+            The model with its `updates`; without them if there is no optimizer.
         """
         ...

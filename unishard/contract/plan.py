@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from unishard.contract.adapter import InferenceAdapter
+    from unishard.contract.adapter import ShardedModel
     from unishard.contract.units import ModelUnits, Unit
 
 
@@ -50,7 +50,7 @@ class EngineBuilder(Protocol):
         """The packages that it imports, and the extra of unishard that installs each."""
         ...
 
-    def build(self, model: nn.Module, plan: RunPlan) -> InferenceAdapter:
+    def build(self, model: nn.Module, plan: RunPlan) -> ShardedModel:
         """Build the engine of a plan around a model. Collective."""
         ...
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
-from unishard.contract.adapter import EngineAdapter, InferenceAdapter
+from unishard.contract.adapter import ShardedModel, Updates
 from unishard.contract.plan import OptimizerPlan, RunPlan
 from unishard.distributed.dtypes import DTYPES
 from unishard.engine.entered_modules import named_with_class, watch_modules
@@ -49,7 +50,7 @@ from unishard.observe.observer import Observers
 from unishard.sequence.split_sequences import SplitSequences
 
 
-def order_of_calls(adapter: InferenceAdapter, plan: RunPlan) -> CallOrder:
+def order_of_calls(adapter: ShardedModel, plan: RunPlan) -> CallOrder:
     """The position in the loop, and what compares the ranks' calls. Collective."""
     place = LoopPlace(adapter.module, plan.loop)
     ranks = RankCalls(adapter.module, adapter.device, place, plan.guard.communication)
@@ -60,7 +61,7 @@ def order_of_calls(adapter: InferenceAdapter, plan: RunPlan) -> CallOrder:
 
 
 def training_windows(
-    adapter: EngineAdapter,
+    updates: Updates,
     optimizer: OptimizerPlan,
     plan: RunPlan,
     order: CallOrder,
@@ -68,18 +69,18 @@ def training_windows(
     guards: Sequence[Guard],
 ) -> Accumulation:
     """What runs accumulation windows."""
-    own, groups = optimizer.scheduler, adapter.optimizer.param_groups
+    own, groups = optimizer.scheduler, updates.optimizer.param_groups
     schedule = Schedule(optimizer.schedule, groups) if own is None else TorchSchedule(own, groups)
-    hooks = [] if plan.guard.full_weights else [ModuleHooks(_watched_modules(adapter, plan), guards)]
+    hooks = [] if plan.guard.full_weights else [ModuleHooks(_watched_modules(updates.model, plan), guards)]
     return Accumulation(
         plan.loop,
         LossScale(plan.model.precision),
-        adapter,
+        updates,
         order,
         schedule,
         OptimizerCalls(
-            adapter,
-            optimizer.optimizer or adapter.torch_optimizer,
+            updates,
+            optimizer.optimizer or updates.torch_optimizer,
             plan.model.name,
             order.require_no_gradients,
             order.place.wrote,
@@ -91,7 +92,7 @@ def training_windows(
 
 
 def training_guards(
-    adapter: EngineAdapter,
+    updates: Updates,
     plan: RunPlan,
     order: CallOrder,
     trainable: Trainable,
@@ -100,32 +101,32 @@ def training_guards(
     sequences: SplitSequences | None,
 ) -> list[Guard]:
     """The guards of a training loop, in the order in which they look. Collective."""
-    module, place, full = adapter.module, order.place, plan.guard.full_weights
-    packages = {"torch", "unishard", type(adapter).__module__.partition(".")[0], *plan.backend.requires}
+    module, place, full = updates.model.module, order.place, plan.guard.full_weights
+    packages = {"torch", "unishard", type(updates).__module__.partition(".")[0], *plan.backend.requires}
     guards: list[Guard] = [
         UnfitLoss(),
         LateUnfreezing(module, trainable.prepared),
         AddedModules(module, packages, place),
-        *([] if full else _of_shards(adapter, plan, order)),
+        *([] if full else _of_shards(module, plan, order)),
         EditedGradients(module, shown, place),
-        OtherParameters(adapter),
+        OtherParameters(updates),
         DividedLoss(plan.loop.gradient_accumulation_steps, plan.loop.backward_calls),
-        ForeignBackward(adapter, order.blocks),
+        ForeignBackward(updates, order.blocks),
         SkippedUpdates(),
         unshared_data,
-        *([] if sequences is None else _of_sequences(adapter, sequences, order)),
+        *([] if sequences is None else _of_sequences(updates.model, sequences, order)),
     ]
     if order.ranks.compared:
-        guards.append(ReachedParameters(adapter, place, plan.model.classes))
-        guards.append(EqualOptions(lambda: adapter.optimizer.param_groups, place))
-        if full and computes_alike(adapter.device):
+        guards.append(ReachedParameters(updates, place, plan.model.classes))
+        guards.append(EqualOptions(lambda: updates.optimizer.param_groups, place))
+        if full and computes_alike(updates.model.device):
             guards.append(EqualWeights(module, place))
     return guards
 
 
-def _of_shards(adapter: EngineAdapter, plan: RunPlan, order: CallOrder) -> list[Guard]:
+def _of_shards(module: nn.Module, plan: RunPlan, order: CallOrder) -> list[Guard]:
     """Those where the module's own tensors are not the weights."""
-    written = ParameterWrites(adapter.module, order.place)
+    written = ParameterWrites(module, order.place)
     return [
         InferenceInForward(),
         written,
@@ -136,7 +137,7 @@ def _of_shards(adapter: EngineAdapter, plan: RunPlan, order: CallOrder) -> list[
     ]
 
 
-def _watched_modules(adapter: EngineAdapter, plan: RunPlan) -> list[WatchedModule]:
+def _watched_modules(adapter: ShardedModel, plan: RunPlan) -> list[WatchedModule]:
     """Those that are not compiled."""
     units = {id(unit) for unit in plan.model.casting.values()}
     gathered = units | {id(unit.module) for unit in adapter.gathered_modules() if unit.module is not adapter.module}
@@ -152,13 +153,13 @@ def _watched_modules(adapter: EngineAdapter, plan: RunPlan) -> list[WatchedModul
     ]
 
 
-def _of_sequences(adapter: EngineAdapter, sequences: SplitSequences, order: CallOrder) -> list[Guard]:
+def _of_sequences(adapter: ShardedModel, sequences: SplitSequences, order: CallOrder) -> list[Guard]:
     """Those where each rank has a part of a sequence."""
     mixed = MixedPositions(adapter, sequences, order.place, order.blocks)
     return [mixed, UnweighedLoss(sequences), RecomputedAttention(sequences)]
 
 
-def guarded_module(adapter: InferenceAdapter, plan: RunPlan, order: CallOrder, evaluation: Evaluation) -> GuardedModule:
+def guarded_module(adapter: ShardedModel, plan: RunPlan, order: CallOrder, evaluation: Evaluation) -> GuardedModule:
     """What refuses to read, replace or cast weights past the engine."""
     precision, trains = plan.model.precision, plan.optimizer is not None
     return GuardedModule(

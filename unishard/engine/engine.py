@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.contract.plan import RunPlan
 from unishard.contract.results import Resumed, Step
 from unishard.data.batches import Window, to_device
@@ -66,18 +66,18 @@ class Engine(OtherNames, Process):
     What is not the loop is in three parts: `weights`, `gradients` and `framework`.
     """
 
-    def __init__(self, adapter: InferenceAdapter, plan: RunPlan, around: AroundForward) -> None:
+    def __init__(self, adapter: ShardedModel, plan: RunPlan, around: AroundForward) -> None:
         """Set up the parts of the engine around an adapter. Collective."""
-        training, module, warn = adapter.training, adapter.module, WarnOnce()
+        updates, module, warn = adapter.updates, adapter.module, WarnOnce()
         super().__init__(adapter.device)
         self._adapter, self._around = adapter, around
         self._sequences = sequences = around.sequences
         self._order = order = order_of_calls(adapter, plan)
         self._observers = Observers()
-        if training is not None:
-            self._observers = observers_of(plan.observe, training, order.place, ExpectedMemory(plan.memory))
+        if updates is not None:
+            self._observers = observers_of(plan.observe, updates, order.place, ExpectedMemory(plan.memory))
         self._buffers = Buffers(plan.loop.buffers, adapter, order)
-        self._evaluation = Evaluation(adapter, order, self._buffers, sequences, trains=training is not None)
+        self._evaluation = Evaluation(adapter, order, self._buffers, sequences, trains=updates is not None)
         self._batching = Batching(
             plan.loop,
             plan.data_share,
@@ -90,14 +90,14 @@ class Engine(OtherNames, Process):
             warn,
         )
         self._unshared_data = UnsharedData(lambda: self._batching.training.open, order.place, warn)
-        trainable, tensors = Trainable(module), StateTensors(adapter, training)
+        trainable, tensors = Trainable(module), StateTensors(adapter)
         self._accumulation: Accumulation | None = None
         shown: Shown = {}
-        if training is None or plan.optimizer is None:
+        if updates is None or plan.optimizer is None:
             module.eval()
         else:
-            guards = training_guards(training, plan, order, trainable, self._unshared_data, shown, sequences)
-            self._accumulation = training_windows(training, plan.optimizer, plan, order, self._observers, guards)
+            guards = training_guards(updates, plan, order, trainable, self._unshared_data, shown, sequences)
+            self._accumulation = training_windows(updates, plan.optimizer, plan, order, self._observers, guards)
         self._checkpoints = SaveAndLoad(
             Run(
                 training=plan.loop,

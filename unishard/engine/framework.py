@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.contract.plan import RunPlan
 from unishard.engine.entering import entered
 from unishard.engine.guards.graph import reaches
@@ -29,7 +29,7 @@ class Framework:
 
     def __init__(
         self,
-        adapter: InferenceAdapter,
+        adapter: ShardedModel,
         plan: RunPlan,
         order: CallOrder,
         accumulation: Accumulation | None,
@@ -127,7 +127,7 @@ class Framework:
         Not collective.
         """
         training = require_training(self._accumulation, self._order, "framework.reached_by")
-        return reaches(loss, training.adapter.leaves().values())
+        return reaches(loss, training.updates.leaves().values())
 
     def on_save(self, state: Callable[[], Any]) -> None:
         """Set what returns `state` for automatic saves, on every rank; an explicit `save` uses its own argument."""

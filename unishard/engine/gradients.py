@@ -44,7 +44,7 @@ class Gradients:
         self._shown = shown
         self._inference_scale = inference_scale
         if accumulation is not None:
-            accumulation.adapter.read_gradient = self._show
+            accumulation.updates.read_gradient = self._show
 
     @torch.no_grad()
     def read(self, name: str) -> Tensor | None:
@@ -62,8 +62,8 @@ class Gradients:
         training = self._training("gradients.read")
         parameter = self._parameters.find("gradients.read", name)
         divisor = self._finish("gradients.read", training)
-        shard = training.adapter.grad_shard(parameter, create=False) if parameter.requires_grad else None
-        return None if shard is None else full_tensor(shard, training.adapter.device).div_(divisor)
+        shard = training.updates.grad_shard(parameter, create=False) if parameter.requires_grad else None
+        return None if shard is None else full_tensor(shard, training.updates.model.device).div_(divisor)
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
@@ -86,9 +86,9 @@ class Gradients:
             )
         divisor = self._finish(call, training)
         self._shown.pop(parameter, None)
-        shard = training.adapter.grad_shard(parameter, create=True)
+        shard = training.updates.grad_shard(parameter, create=True)
         if shard is not None:
-            write_shard(shard, from_first_rank(call, name, shard, value, training.adapter.device).mul_(divisor))
+            write_shard(shard, from_first_rank(call, name, shard, value, training.updates.model.device).mul_(divisor))
 
     @torch.no_grad()
     def norms(self) -> dict[str, float]:
@@ -106,7 +106,7 @@ class Gradients:
         self._order.require("gradients.norms")
         self._order.ranks.check_now("gradients.norms")
         divisor = self._finish("gradients.norms", training)
-        norms = shard_norms(self._shards(training), training.adapter.device)
+        norms = shard_norms(self._shards(training), training.updates.model.device)
         return {name: norm / divisor for name, norm in norms.items()}
 
     @torch.no_grad()
@@ -125,9 +125,9 @@ class Gradients:
         self._order.require("gradients.norm")
         self._order.ranks.check_sampled("gradients.norm")
         divisor = self._finish("gradients.norm", training)
-        norm = training.adapter.grad_norm()
+        norm = training.updates.grad_norm()
         if norm is None:
-            norm = norm_across(self._shards(training).values(), training.adapter.device)
+            norm = norm_across(self._shards(training).values(), training.updates.model.device)
         return norm / divisor
 
     @torch.no_grad()
@@ -173,7 +173,7 @@ class Gradients:
         """Of all gradients."""
         shards = {}
         for name, parameter in self._tensors.each():
-            shard = training.adapter.grad_shard(parameter, create=False) if parameter.requires_grad else None
+            shard = training.updates.grad_shard(parameter, create=False) if parameter.requires_grad else None
             if shard is not None:
                 shards[name] = shard
         return shards

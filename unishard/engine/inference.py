@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unishard.config import Precision
-from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.contract.kit.dtypes import cast_to_compute
 from unishard.contract.kit.input_casts import cast_inputs
 from unishard.contract.kit.materialization import materialize
@@ -19,7 +19,7 @@ from unishard.distributed.shards import Shard
 
 
 @final
-class ReplicaAdapter(InferenceAdapter):
+class ReplicaAdapter(ShardedModel):
     """A full model on each rank, for strategies that shard only gradients and optimizer state."""
 
     forward_is_collective = False
@@ -53,9 +53,6 @@ class ReplicaAdapter(InferenceAdapter):
     def master_shard(self, parameter: nn.Parameter) -> Shard:
         """The parameter itself."""
         return Shard(parameter.shape, parameter.detach())
-
-    def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Do nothing: there is one copy."""
 
     def placement(self) -> Placement:
         """What this rank holds."""

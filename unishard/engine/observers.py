@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import Updates
 from unishard.contract.plan import ObserveSpec
 from unishard.observe.expected_memory import ExpectedMemory
 from unishard.observe.modules import ModuleRecorder
@@ -15,7 +15,7 @@ from unishard.observe.recorder import MetricsRecorder
 from unishard.observe.unlogged import Unlogged
 
 
-def observers_of(spec: ObserveSpec, adapter: EngineAdapter, order: Position, memory: ExpectedMemory) -> Observers:
+def observers_of(spec: ObserveSpec, updates: Updates, order: Position, memory: ExpectedMemory) -> Observers:
     """Start what `logging` and `profile` ask for on this rank, beside the note of an out-of-memory error. Collective.
 
     Raises:
@@ -23,11 +23,11 @@ def observers_of(spec: ObserveSpec, adapter: EngineAdapter, order: Position, mem
     """
     watching: list[Observer] = [memory]
     if spec.profile.steps and (spec.profile.ranks == "all" or dist.get_rank() == 0):
-        watching.append(Profiling(spec.profile, order, adapter.device))
+        watching.append(Profiling(spec.profile, order, updates.model.device))
     if spec.logging.to and spec.logging.module_steps:
-        watching.append(ModuleRecorder(spec.logging, adapter, order))
+        watching.append(ModuleRecorder(spec.logging, updates, order))
     if spec.logging.to:
-        watching.append(MetricsRecorder(spec, adapter, order, memory.sent_bytes))
+        watching.append(MetricsRecorder(spec, updates.model, order, memory.sent_bytes))
     elif "to" not in spec.logging.model_fields_set and dist.get_rank() == 0:
         watching.append(Unlogged())
     return Observers(*watching)

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from unishard.config import Communication, Config, expect_config
 from unishard.config.loading import launched
 from unishard.config.topology import Topology
-from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.contract.backend import OptimizerFactory
 from unishard.contract.kit import kept_fp32, materialization, replicated
 from unishard.contract.kit.dtypes import cast_model
@@ -117,10 +117,10 @@ def prepare(
             on_error.callback(adapter.close)
             layout = plan.layout(() if plan.optimizer is None else plan.optimizer.groups)
             _verify(adapter, plan, layout)
-            if adapter.training is not None and plan.optimizer is not None:
-                share_matrices(adapter.training, plan.optimizer.groups, layout)
-                share_blocks(adapter.training, plan.optimizer.groups, layout, topology.rank)
-                share_whole_tensors(adapter.training, plan, layout)
+            if adapter.updates is not None and plan.optimizer is not None:
+                share_matrices(adapter.updates, plan.optimizer.groups, layout)
+                share_blocks(adapter.updates, plan.optimizer.groups, layout, topology.rank)
+                share_whole_tensors(adapter.updates, plan, layout)
             engine = Engine(adapter, plan, around)
             on_error.pop_all()  # from here on the engine closes them
         return engine if plan.optimizer is None else _begin(engine, plan, reseed=reseed)
@@ -153,7 +153,7 @@ def _free_closed_engines() -> None:
             gc.collect()
 
 
-def _shard(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
+def _shard(model: nn.Module, plan: RunPlan) -> ShardedModel:
     """Change the model as planned, and build its engine. Collective."""
     collective_check.check_now("unishard.prepare (sharding)")
     planned, trains = plan.model, plan.optimizer is not None
@@ -180,7 +180,7 @@ def _shard(model: nn.Module, plan: RunPlan) -> InferenceAdapter:
     return ReplicaAdapter(model, planned.precision, device, casting)
 
 
-def _verify(adapter: InferenceAdapter, plan: RunPlan, layout: Mapping[str, Layout]) -> None:
+def _verify(adapter: ShardedModel, plan: RunPlan, layout: Mapping[str, Layout]) -> None:
     """Compare what was built with what was planned. Collective."""
     collective_check.check_now("unishard.prepare (checking the engine)")
     if plan.optimizer is not None and plan.optimizer.from_caller:  # what a function makes is known only now

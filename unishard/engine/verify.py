@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.contract.model_shape import ITEMSIZE, ParameterShape, itemsize
 from unishard.contract.plan import RunPlan
 from unishard.contract.results import Placement
@@ -21,7 +21,7 @@ _MORE = 64
 """Elements by which memory for a shard may differ from the planned ones: an engine may pad otherwise."""
 
 
-def verify(adapter: InferenceAdapter, placement: Placement, plan: RunPlan, layout: Mapping[str, Layout]) -> None:
+def verify(adapter: ShardedModel, placement: Placement, plan: RunPlan, layout: Mapping[str, Layout]) -> None:
     """Compare the engine with what was planned. Collective.
 
     Args:
@@ -86,12 +86,12 @@ def _bytes_of(parameter: ParameterShape, plan: RunPlan, layout: Layout) -> int:
     return size * (layout.padded(plan.topology.rank) + _MORE + whole)
 
 
-def _cut(adapter: InferenceAdapter, plan: RunPlan, layout: Mapping[str, Layout]) -> Iterator[tuple[str, str, str]]:
+def _cut(adapter: ShardedModel, plan: RunPlan, layout: Mapping[str, Layout]) -> Iterator[tuple[str, str, str]]:
     """The first master weight of which this rank holds other elements than planned.
 
     That an untested version may do, but where an optimizer is told which elements each rank has.
     """
-    optimizer = None if adapter.training is None else adapter.training.torch_optimizer
+    optimizer = None if adapter.updates is None else adapter.updates.torch_optimizer
     if not plan.guard.tested and not isinstance(optimizer, ShardOptimizer):
         return
     named = dict(adapter.module.named_parameters())

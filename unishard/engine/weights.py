@@ -6,7 +6,7 @@ The adapter returns each rank's shard of a tensor; full tensors, norms and edits
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import get_args
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.checkpoint.files import path_of
-from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.contract.results import Placement
 from unishard.distributed.dtypes import DTYPES
 from unishard.distributed.on_ranks import on_first
@@ -52,7 +52,7 @@ class Weights:
 
     def __init__(
         self,
-        adapter: InferenceAdapter,
+        adapter: ShardedModel,
         order: CallOrder,
         parameters: NamedParameters,
         tensors: StateTensors,
@@ -311,7 +311,7 @@ class Weights:
         training = require_training(self._accumulation, self._order, "weights.set_trainable")
         self._order.require("weights.set_trainable")
         self._order.ranks.check_now("weights.set_trainable")
-        training.adapter.set_trainable(self._trainable.choose(names, trainable), trainable)
+        training.updates.set_trainable(self._trainable.choose(names, trainable), trainable)
 
     @without_inference_mode
     @contextmanager
@@ -322,7 +322,8 @@ class Weights:
         Keep its `backward` inside the block too, because activation checkpointing recomputes the forward there.
         """
         self._order.require("weights.frozen")
-        with self._order.blocks.inside("frozen"), self._adapter.frozen():
+        updates = self._adapter.updates  # a model for inference is frozen
+        with self._order.blocks.inside("frozen"), nullcontext() if updates is None else updates.frozen():
             yield
 
     def average(self, decay: float = 0.999) -> MovingAverage:
@@ -345,7 +346,7 @@ class Weights:
             ContractError: `decay` is something else, there is one already, or inside an accumulation window.
         """
         training = require_training(self._accumulation, self._order, "weights.average")
-        average, training.after_update = begin_average(decay, training.adapter, self._tensors, self._order)
+        average, training.after_update = begin_average(decay, self._adapter, self._tensors, self._order)
         return average
 
     def placement(self) -> Placement:

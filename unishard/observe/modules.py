@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.config import Logging
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import Updates
 from unishard.contract.results import Step
 from unishard.distributed import process_group
 from unishard.distributed.nested_tensors import tensors_in
@@ -34,10 +34,10 @@ class ModuleRecorder(Observer):
     Sums are taken over all ranks and micro-batches, so they do not depend on how a batch is distributed.
     """
 
-    def __init__(self, asked: Logging, adapter: EngineAdapter, order: Position) -> None:
+    def __init__(self, asked: Logging, updates: Updates, order: Position) -> None:
         self._steps = frozenset(asked.module_steps)
         self._path = Path(asked.dir or ".").absolute() / FILE  # now: the script may change its directory later
-        self._adapter, self._order = adapter, order
+        self._updates, self._order = updates, order
         self._window: _MeasuredWindow | None = None
         self._continues = False
         """Whether the file has steps of this training."""
@@ -47,7 +47,7 @@ class ModuleRecorder(Observer):
         if self._order.begins_window:  # a new window; what is left was discarded
             self.on_close()
             if self._order.updates + 1 in self._steps:
-                self._window = _MeasuredWindow(self._adapter.module)
+                self._window = _MeasuredWindow(self._updates.model.module)
         if self._window is not None:
             self._window.forwarding = True
 
@@ -65,17 +65,15 @@ class ModuleRecorder(Observer):
         """
         if self._window is None:
             return
-        divisor, adapter = finish(), self._adapter
-        named = dict(adapter.module.named_parameters())
-        weights = shard_norms(
-            {name: adapter.master_shard(parameter) for name, parameter in named.items()}, adapter.device
-        )
+        divisor, model = finish(), self._updates.model
+        named = dict(model.module.named_parameters())
+        weights = shard_norms({name: model.master_shard(parameter) for name, parameter in named.items()}, model.device)
         shards = {
-            name: adapter.grad_shard(parameter, create=False)
+            name: self._updates.grad_shard(parameter, create=False)
             for name, parameter in named.items()
             if parameter.requires_grad
         }
-        norms = shard_norms({name: shard for name, shard in shards.items() if shard is not None}, adapter.device)
+        norms = shard_norms({name: shard for name, shard in shards.items() if shard is not None}, model.device)
         self._window.divisor = divisor
         self._window.parameters = {
             name: (norm, norms[name] / divisor if name in norms else None) for name, norm in weights.items()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.contract.plan import ObserveSpec
 from unishard.contract.results import Step
 from unishard.distributed import process_group
@@ -44,7 +44,7 @@ NAMES = (
 class MetricsRecorder(Observer):
     """Measures between two records, and reads what it measured only there: no call waits for the device in between."""
 
-    def __init__(self, spec: ObserveSpec, adapter: EngineAdapter, order: Position, sent: Callable[[], int]) -> None:
+    def __init__(self, spec: ObserveSpec, adapter: ShardedModel, order: Position, sent: Callable[[], int]) -> None:
         """Open the destinations. Collective.
 
         Args:

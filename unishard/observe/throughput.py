@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.distributed.nested_tensors import tensors_in
 
 
@@ -46,7 +46,7 @@ class Flops(NamedTuple):
     """Those of attention, for each token of the sample."""
 
 
-def flops_per_token(adapter: InferenceAdapter) -> Flops:
+def flops_per_token(adapter: ShardedModel) -> Flops:
     """Floating-point operations of forward and backward for one token, without recomputation: those that MFU counts.
 
     A weight of a matrix takes 2 in the forward, 2 in the backward for its input and, if it is trained, 2 for its own

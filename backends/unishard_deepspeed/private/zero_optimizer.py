@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Protocol
@@ -18,7 +18,7 @@ from unishard.distributed.shards import Shard
 from unishard_deepspeed.flat_master_weights import FlatMasterWeights, Shards
 from unishard_deepspeed.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private.building import keep_adagrad
-from unishard_deepspeed.private.table import Cases
+from unishard_deepspeed.private.zero_parameters import ZeroParameters
 from unishard_deepspeed.spec import ZeroSpec
 
 
@@ -35,7 +35,7 @@ class Clipping(Protocol):
         ...
 
 
-class ZeroOptimizer(ABC):
+class ZeroOptimizer(ZeroParameters):
     """DeepSpeed's optimizer in one engine, and the torch optimizer inside it.
 
     A method with a default does what is right where every rank holds whole parameters.
@@ -49,10 +49,6 @@ class ZeroOptimizer(ABC):
     | `Stage3` | a shard of each parameter, padded at the end | a shard of each parameter, padded |
     """
 
-    cases: ClassVar[Cases]
-    """The private names that it needs, by case."""
-    gathers: ClassVar[bool] = False
-    """Whether parameters are sharded, and gathered for each module."""
     fills_gradients: ClassVar[bool] = False
     """Whether DeepSpeed reduces zeros for parameters that a rank has not used."""
 
@@ -64,8 +60,8 @@ class ZeroOptimizer(ABC):
             engine: The `DeepSpeedEngine`.
             inner: The torch optimizer.
         """
-        self.spec, self.engine, self.inner = spec, engine, inner
-        self.optimizer = engine.optimizer
+        super().__init__(spec, engine)
+        self.inner, self.trained = inner, inner.trained
 
     @classmethod
     def building(cls, inner: InnerOptimizer) -> AbstractContextManager[None]:
@@ -85,7 +81,7 @@ class ZeroOptimizer(ABC):
             _set_master(parameter, value)
         return []
 
-    def average_between(self, group: Any) -> None:  # noqa: B027 (no strategy without shards has groups)
+    def average_between(self, group: Any) -> None:
         """Average the gradients of a window over a process group before they are clipped and applied.
 
         Collective, in each window.
@@ -94,7 +90,7 @@ class ZeroOptimizer(ABC):
             group: The ranks that hold the same shard of different copies.
         """
 
-    def reduce_last(self, parameters: Sequence[nn.Parameter]) -> None:  # noqa: B027 (stage 0 reduces all of them last)
+    def reduce_last(self, parameters: Sequence[nn.Parameter]) -> None:
         """Reduce the gradients of some parameters after backward, in this order, with zeros for missing ones.
         Collective.
 
@@ -102,7 +98,7 @@ class ZeroOptimizer(ABC):
         would reduce different ones together.
         """
 
-    def fill_gradients(self) -> None:  # noqa: B027 (most fill them by themselves)
+    def fill_gradients(self) -> None:
         """Give parameters a gradient that DeepSpeed would give another one."""
 
     def reduce_gradients(self) -> None:
@@ -123,12 +119,12 @@ class ZeroOptimizer(ABC):
     def gradient_shards(self) -> dict[nn.Parameter, Shard]:
         """This rank's shard of each reduced gradient. An unused trainable parameter has zeros."""
 
-    def measure_offloaded(self) -> None:  # noqa: B027 (only shards are offloaded)
+    def measure_offloaded(self) -> None:
         """Recompute norms and overflow of offloaded gradients, which DeepSpeed computes before the user can edit
         them.
         """
 
-    def drop_shards(self) -> None:  # noqa: B027 (the engine drops whole gradients)
+    def drop_shards(self) -> None:
         """Drop the gradients of a window from DeepSpeed's buffers, as `optimizer.step()` does after an overflow."""
 
     def stale(self) -> dict[PrivateApi, Callable[[], None]]:
@@ -158,9 +154,6 @@ class ZeroOptimizer(ABC):
         """How often the torch optimizer steps in an update: ZeRO steps one group after another, or parts of groups."""
         return len(self.groups_of_masters())
 
-    def gather_after(self) -> None:  # noqa: B027 (nothing is gathered)
-        """Let the next gathers wait on the device for the shards that were written just now."""
-
     @property
     def masters(self) -> list[Tensor]:
         """The live master weights on this rank, full or flat."""
@@ -178,29 +171,10 @@ class ZeroOptimizer(ABC):
         """The torch optimizer's group of each master weight."""
         return {master: group for group in self.inner.optimizer.param_groups for master in group["params"]}
 
-    @abstractmethod
-    def master_shard(self, parameter: nn.Parameter) -> Shard:
-        """This rank's shard of a master weight, or of the parameter if it was frozen in `prepare`.
-
-        Raises:
-            BackendError: DeepSpeed lacks a private name for it.
-        """
-
-    def refresh(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Update the copy that the model computes with to an edited master weight; every rank has the full value."""
-        parameter.data.copy_(value)
-
-    @abstractmethod
-    def copy_masters(self) -> None:
-        """Update the copies that the model computes with from the master weights, as after an update. Collective."""
-
-    def reshard_all(self) -> None:  # noqa: B027 (nothing is gathered)
-        """Reshard all parameters, also those kept between forwards; the next forward gathers them. Collective."""
-
-    def unlink_states(self) -> None:  # noqa: B027 (only flat partitions are linked)
+    def unlink_states(self) -> None:
         """Remove DeepSpeed's views of the optimizer state, so that its memory is freed."""
 
-    def link_states(self, *, now: bool) -> None:  # noqa: B027 (only flat partitions are linked)
+    def link_states(self, *, now: bool) -> None:
         """Let DeepSpeed link the optimizer state again after the next update, which may create more, and at once."""
 
 

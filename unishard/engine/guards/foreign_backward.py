@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import Updates
 from unishard.contract.private_api import CORE_PRIVATE_API
 from unishard.distributed.nested_tensors import tensors_in
 from unishard.engine.guards.guard import Guard, WatchedModule
@@ -28,16 +28,16 @@ class ForeignBackward(Guard):
     in an error about a storage or a size that names no cause, or in SIGSEGV.
     """
 
-    def __init__(self, adapter: EngineAdapter, blocks: OpenBlocks) -> None:
+    def __init__(self, updates: Updates, blocks: OpenBlocks) -> None:
         """Look at the gradients of all outputs.
 
         Args:
-            adapter: The model.
+            updates: Of the model.
             blocks: Those in which the run is.
         """
-        self._adapter = adapter
+        self._updates = updates
         self._blocks = blocks
-        adapter.on_gradient = self._on_gradient
+        updates.on_gradient = self._on_gradient
 
     def called(self, part: WatchedModule, args: Any, kwargs: Any) -> None:
         """Look at the gradients of what a module gets that gathers.
@@ -47,26 +47,26 @@ class ForeignBackward(Guard):
         """
         for tensor in tensors_in((args, kwargs)) if part.is_gathered else ():
             if tensor.requires_grad and memory_of(tensor) is None:  # inside torch.func.grad
-                self._adapter.gradients_in_forward()
+                self._updates.gradients_in_forward()
             elif tensor.requires_grad:
                 tensor.register_hook(self._on_gradient_inside)  # type: ignore[no-untyped-call]
 
     def _on_gradient_inside(self, gradient: Tensor) -> None:
         if self._blocks.forward:
-            self._adapter.gradients_in_forward()
+            self._updates.gradients_in_forward()
 
     def _on_gradient(self, gradient: Tensor) -> None:
         if self._blocks.backward:
             return
-        if any(_will_accumulate(leaf) for leaf in self._adapter.leaves().values() if leaf.requires_grad):
+        if any(_will_accumulate(leaf) for leaf in self._updates.leaves().values() if leaf.requires_grad):
             raise ContractError(
                 "a backward that is not this engine's reaches the parameters of its "
-                f"{type(self._adapter.module).__name__} and would mix gradients with its own; call this engine's "
+                f"{type(self._updates.model.module).__name__} and would mix gradients with its own; call this engine's "
                 "backward(loss), or, if the loss trains only another model, compute and backward it inside `with "
                 "engine.weights.frozen():`; if it is to train both, put both models into one nn.Module, and prepare "
                 "that"
             )
-        self._adapter.input_gradients(graph=torch.is_grad_enabled())
+        self._updates.input_gradients(graph=torch.is_grad_enabled())
 
 
 def _will_accumulate(leaf: Tensor) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.engine.guards.guard import Guard
 from unishard.engine.guards.perturbed_weights import perturbed_weights
 from unishard.engine.open_blocks import OpenBlocks
@@ -28,7 +28,7 @@ class MixedPositions(Guard):
     silence.
     """
 
-    def __init__(self, adapter: EngineAdapter, sequences: SplitSequences, place: LoopPlace, blocks: OpenBlocks) -> None:
+    def __init__(self, adapter: ShardedModel, sequences: SplitSequences, place: LoopPlace, blocks: OpenBlocks) -> None:
         self._adapter, self._sequences, self._place, self._blocks = adapter, sequences, place, blocks
         self._proved = self._due = False
         self._next = 0

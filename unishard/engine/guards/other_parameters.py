@@ -11,7 +11,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import Updates
 from unishard.engine.guards.graph import leaves_of
 from unishard.engine.guards.guard import Guard, Looks
 from unishard.engine.optim.stepping import is_marked, same_model
@@ -20,7 +20,7 @@ from unishard.failures.compared_call import ComparedCall
 
 _logger = logging.getLogger("unishard")
 
-_open: WeakSet[EngineAdapter] = WeakSet()
+_open: WeakSet[Updates] = WeakSet()
 """Of all engines that are not closed: a loss may reach the parameters of several."""
 
 
@@ -33,14 +33,14 @@ class OtherParameters(Guard):
 
     looks = Looks.AT_UPDATES
 
-    def __init__(self, adapter: EngineAdapter) -> None:
+    def __init__(self, updates: Updates) -> None:
         """Look at the losses of this engine.
 
         Args:
-            adapter: The sharded model.
+            updates: Of the sharded model.
         """
-        self._adapter = adapter
-        _open.add(adapter)
+        self._updates = updates
+        _open.add(updates)
         self._warns = dist.get_rank() == 0 and dist.get_world_size() > 1
 
     def before_backward(self, loss: Tensor, call: ComparedCall) -> None:
@@ -49,19 +49,19 @@ class OtherParameters(Guard):
         Raises:
             ModelError: A parameter that the engine has replaced.
         """
-        leaves = self._adapter.leaves()
-        own = {id(leaf) for leaf in (*self._adapter.module.parameters(), *leaves.values())}
-        shared = {id(leaves.get(name, each)) for name, each in self._adapter.shared_parameters.items()}
+        leaves = self._updates.leaves()
+        own = {id(leaf) for leaf in (*self._updates.model.module.parameters(), *leaves.values())}
+        shared = {id(leaves.get(name, each)) for name, each in self._updates.shared_parameters.items()}
         others = [leaf for leaf in leaves_of(loss) if id(leaf) not in own and id(leaf) not in shared]
         self._refuse_replaced(others)
         self._warn_of_unknown(others)
 
     def close(self) -> None:
         """Count this engine no longer."""
-        _open.discard(self._adapter)
+        _open.discard(self._updates)
 
     def _refuse_replaced(self, others: Collection[Tensor]) -> None:
-        prepared = next(iter(self._adapter.shared_parameters.values()), None)
+        prepared = next(iter(self._updates.shared_parameters.values()), None)
         if prepared is None:
             return
         for leaf in others:
@@ -77,9 +77,7 @@ class OtherParameters(Guard):
         """Such as those of a loss with class centers."""
         if not self._warns:
             return
-        prepared = {
-            id(leaf) for adapter in _open for leaf in (*adapter.module.parameters(), *adapter.leaves().values())
-        }
+        prepared = {id(leaf) for each in _open for leaf in (*each.model.module.parameters(), *each.leaves().values())}
         unprepared = next(
             (each for each in others if isinstance(each, nn.Parameter) and id(each) not in prepared), None
         )

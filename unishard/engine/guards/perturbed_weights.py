@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.distributed.shards import Shard
 from unishard.engine.open_blocks import OpenBlocks
 from unishard.engine.place import LoopPlace
@@ -22,7 +22,7 @@ _TINY, _MORE, _SOME = 1e-2, 0.1, 0.02
 
 
 @contextmanager
-def perturbed_weights(adapter: EngineAdapter, place: LoopPlace, blocks: OpenBlocks) -> Iterator[None]:
+def perturbed_weights(adapter: ShardedModel, place: LoopPlace, blocks: OpenBlocks) -> Iterator[None]:
     """A block in which something is added to each weight that trains. Collective.
 
     The same on all ranks that hold a weight. At its end all are as before, bit for bit; until then a copy of this
@@ -53,7 +53,7 @@ def perturbed_weights(adapter: EngineAdapter, place: LoopPlace, blocks: OpenBloc
 
 
 @torch.no_grad()
-def _write(adapter: EngineAdapter, place: LoopPlace, shards: list[Shard], values: list[Tensor]) -> None:
+def _write(adapter: ShardedModel, place: LoopPlace, shards: list[Shard], values: list[Tensor]) -> None:
     adapter.reshard_all()
     place.wrote()
     for shard, value in zip(shards, values, strict=True):

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import Updates
 from unishard.engine.guards.graph import leaves_of
 from unishard.engine.guards.guard import Guard
 from unishard.engine.place import LoopPlace
@@ -28,15 +28,15 @@ class ReachedParameters(Guard):
     ranks wait for each other without end.
     """
 
-    def __init__(self, adapter: EngineAdapter, place: LoopPlace, classes: Mapping[str, str]) -> None:
+    def __init__(self, updates: Updates, place: LoopPlace, classes: Mapping[str, str]) -> None:
         """Before the first window.
 
         Args:
-            adapter: The sharded model.
+            updates: Of the sharded model.
             place: Where the loop is.
             classes: Class of each module by name, before the model was sharded.
         """
-        self._adapter = adapter
+        self._updates = updates
         self._place = place
         self._classes = classes
         self._reached: set[str] = set()
@@ -47,19 +47,19 @@ class ReachedParameters(Guard):
         """Add what will have no gradient after a backward that reduces."""
         if not self._place.looks_at_update:
             return
-        leaves = self._adapter.leaves()
-        names = {id(leaves.get(name, each)): name for name, each in self._adapter.shared_parameters.items()}
-        if self._adapter.reduces_each_backward:
+        leaves = self._updates.leaves()
+        names = {id(leaves.get(name, each)): name for name, each in self._updates.shared_parameters.items()}
+        if self._updates.reduces_each_backward:
             self._reached.clear()
         self._reached |= {names[id(leaf)] for leaf in leaves_of(loss) if id(leaf) in names}
-        if call.last or self._adapter.reduces_each_backward:
+        if call.last or self._updates.reduces_each_backward:
             reached, self._reached = self._reached, set()
             call.skipped = self._describe([name for name in names.values() if name not in reached])
 
     def before_step(self, call: ComparedCall) -> None:
         """Add what has no gradient at the end of a window."""
         if call.last:
-            call.skipped = self._describe(self._adapter.without_gradient())
+            call.skipped = self._describe(self._updates.without_gradient())
 
     def forget(self) -> None:
         """Forget the window."""
@@ -74,7 +74,7 @@ class ReachedParameters(Guard):
     def _in_words(self, names: Collection[str]) -> str:
         """The outermost modules of which no parameter has a gradient, by name and class, and other parameters."""
         missing = set(names)
-        others = [name for name in self._adapter.shared_parameters if name not in missing]
+        others = [name for name in self._updates.shared_parameters if name not in missing]
         parts = dict.fromkeys(self._part(name, others) for name in names)
         shown = ", ".join([*parts][:_NAMED])
         rest = len(parts) - _NAMED

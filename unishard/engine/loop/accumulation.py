@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unishard.config import Training
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import Updates
 from unishard.contract.results import Step
 from unishard.distributed.host_read import HostRead
 from unishard.engine.guards.guard import Guards
@@ -39,7 +39,7 @@ class Accumulation:
         self,
         training: Training,
         loss_scale: LossScale,
-        adapter: EngineAdapter,
+        updates: Updates,
         order: CallOrder,
         schedule: Schedule | TorchSchedule,
         optimizer: OptimizerCalls,
@@ -51,7 +51,7 @@ class Accumulation:
         Args:
             training: The section.
             loss_scale: What the loss is multiplied by.
-            adapter: The model.
+            updates: Of the model.
             order: Which calls are allowed, and where the loop is.
             schedule: What sets the learning rates.
             optimizer: What the user holds of the optimizer.
@@ -61,7 +61,7 @@ class Accumulation:
         self.observers = observers
         self._guards, self._due = guards, guards.now()
         self._training = training
-        self.adapter = adapter
+        self.updates = updates
         self._order, self._place = order, order.place
         self._items = Items()
         self._finished: float | None = None
@@ -136,7 +136,7 @@ class Accumulation:
         order.require("forward")
         if place.pushed:
             self._count_without_step()
-        self.adapter.begin(last=place.last)
+        self.updates.begin(last=place.last)
         self._due = guards = self._guards.now()
         for look in guards.before_forward:
             look()
@@ -149,13 +149,13 @@ class Accumulation:
         place.begin_forward()
         try:
             with order.forwarding(), guards.around((args, kwargs)):
-                output = self.adapter.forward(*args, **kwargs)
+                output = self.updates.model.forward(*args, **kwargs)
             for look in guards.after_forward:
                 look()
         except BaseException as error:
             self._fail("forward", error)
             raise
-        self.adapter.watch(output)
+        self.updates.watch(output)
         return output
 
     def backward(self, loss: Tensor, num_items: int | Tensor | None, *, scaled: bool) -> None:
@@ -178,7 +178,7 @@ class Accumulation:
         known = kind is LossKind.MEAN and place.window > 1 and not place.pushed
         try:
             with order.blocks.inside("backward"), torch.enable_grad():  # the script may be under `no_grad`
-                self.adapter.backward(self._loss_scale.scale(loss / place.window if known else loss))
+                self.updates.backward(self._loss_scale.scale(loss / place.window if known else loss))
         except BaseException as error:
             self._fail("backward", error)
             raise
@@ -203,7 +203,7 @@ class Accumulation:
         if call.last:  # inside a window there is no collective, and the next forward notices a missing step
             if not isinstance(clip_grad_norm, EllipsisType):
                 call.detail = f", clip_grad_norm={clip_grad_norm}{call.detail}"
-            call.order = self.adapter.gradient_order
+            call.order = self.updates.gradient_order
             self._order.ranks.compare(call)
             call.require_allowed()
         self._place.end_micro_batch()
@@ -227,7 +227,7 @@ class Accumulation:
         if not (place.inside_window or place.graph or place.failed):
             return
         with self._optimizer.own():
-            self.adapter.drop_gradients()
+            self.updates.drop_gradients()
         self._items.clear()
         for tell in self.observers.on_discard:
             tell()
@@ -256,7 +256,7 @@ class Accumulation:
         for look in self._guards.all.before_finish:
             look()
         if self._finished is None:
-            self.adapter.finish_gradients()
+            self.updates.finish_gradients()
             self._finished = self._divisor()
             self._place.finish_gradients()
         return self._finished
@@ -279,7 +279,7 @@ class Accumulation:
         limit = max_norm if before is None else None
         try:
             with self._order.ranks.awaiting(), self._optimizer.own():
-                norm, updated = self.adapter.update(limit, divisor, finished=self._finished is not None)
+                norm, updated = self.updates.update(limit, divisor, finished=self._finished is not None)
         except BaseException as error:
             for failed in self.observers.on_error:
                 failed(error)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unishard.checkpoint.export.sources import persistent_buffers
 from unishard.checkpoint.hashing import hash_of
-from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.distributed import agreement
 from unishard.distributed.broadcast import broadcast, reduce, wide
 from unishard.distributed.shards import flat
@@ -49,7 +49,7 @@ class Buffers:
     The others are caches, which each rank fills for itself.
     """
 
-    def __init__(self, how: str | Mapping[str, str], adapter: InferenceAdapter, order: CallOrder) -> None:
+    def __init__(self, how: str | Mapping[str, str], adapter: ShardedModel, order: CallOrder) -> None:
         """Check the patterns.
 
         Raises:

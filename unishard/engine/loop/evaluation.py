@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.data.batches import to_device
 from unishard.data.loader import ShareLoader
 from unishard.data.sampler import ShareSampler
@@ -34,7 +34,7 @@ class Evaluation:
 
     def __init__(
         self,
-        adapter: InferenceAdapter,
+        adapter: ShardedModel,
         order: CallOrder,
         buffers: Buffers,
         sequences: SplitSequences | None,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard import config
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import Updates
 from unishard.distributed.layout import Layout
 from unishard.eight_bit.adamw import AdamW8bit
 from unishard.eight_bit.kernel_hint import hide_kernel_hint
@@ -93,19 +93,17 @@ def on_blocks(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> tor
     return own
 
 
-def share_blocks(
-    adapter: EngineAdapter, names: Sequence[Sequence[str]], layout: Mapping[str, Layout], rank: int
-) -> None:
+def share_blocks(updates: Updates, names: Sequence[Sequence[str]], layout: Mapping[str, Layout], rank: int) -> None:
     """Let AdamW of 8 bits know how its parameters are sharded; does nothing for others.
 
     Args:
-        adapter: The sharded model and its optimizer.
+        updates: Of the sharded model.
         names: Of the parameters in each group of the optimizer.
         layout: Which elements of each the ranks hold.
         rank: Which one this is.
     """
-    if isinstance(adapter.torch_optimizer, AdamW8bit):
-        adapter.torch_optimizer.share(names, layout, rank, stepped_by_name(adapter))
+    if isinstance(updates.torch_optimizer, AdamW8bit):
+        updates.torch_optimizer.share(names, layout, rank, stepped_by_name(updates))
 
 
 def _overrides(optimizer: Any) -> dict[int, dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard import config
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import Updates
 from unishard.contract.plan import RunPlan
 from unishard.distributed.layout import Layout
 from unishard.distributed.shard_optimizer import ShardOptimizer
@@ -86,25 +86,25 @@ def on_owners(
     return WholeTensors.of(optimizer, names, again, needs)
 
 
-def share_matrices(adapter: EngineAdapter, names: Sequence[Sequence[str]], layout: Mapping[str, Layout]) -> None:
+def share_matrices(updates: Updates, names: Sequence[Sequence[str]], layout: Mapping[str, Layout]) -> None:
     """Let an optimizer that needs whole matrices know how they are sharded; does nothing for others.
 
     Args:
-        adapter: The sharded model and its optimizer.
+        updates: Of the sharded model.
         names: Of the parameters in each group of the optimizer.
         layout: Which elements of each the ranks hold.
     """
-    optimizer = adapter.torch_optimizer
+    optimizer = updates.torch_optimizer
     if not isinstance(optimizer, MatrixOptimizer):
         return
-    named = dict(adapter.module.named_parameters())
+    model, named = updates.model, dict(updates.model.module.named_parameters())
     groups = list(zip(names, optimizer.param_groups, strict=True))
     with torch.no_grad():
         sections: list[dict[str, Shard]] = [
-            {name: adapter.master_shard(named[name]) for name in members} if group["matrices"] else {}
+            {name: model.master_shard(named[name]) for name in members} if group["matrices"] else {}
             for members, group in groups
         ]
-    optimizer.share(owned(sections, layout), stepped_by_name(adapter), adapter.device)
+    optimizer.share(owned(sections, layout), stepped_by_name(updates), model.device)
     if dist.get_rank() == 0:
         matrices = [name for section in sections for name in section]
         others = [name for members, group in groups if not group["matrices"] for name in members]
@@ -118,21 +118,21 @@ def share_matrices(adapter: EngineAdapter, names: Sequence[Sequence[str]], layou
         )
 
 
-def share_whole_tensors(adapter: EngineAdapter, plan: RunPlan, layout: Mapping[str, Layout]) -> None:
+def share_whole_tensors(updates: Updates, plan: RunPlan, layout: Mapping[str, Layout]) -> None:
     """Let an optimizer that steps whole tensors know how they are sharded; does nothing for others. Collective.
 
     Raises:
         ConfigError: It needs all tensors together, and they are on several ranks; or it cannot be sharded or saved.
     """
-    optimizer = adapter.torch_optimizer
+    optimizer = updates.torch_optimizer
     if not isinstance(optimizer, WholeTensors) or plan.optimizer is None:
         return
     kind = type(optimizer).__name__
-    named = dict(adapter.module.named_parameters())
+    model, named = updates.model, dict(updates.model.module.named_parameters())
     groups = plan.optimizer.groups
 
     def sections() -> list[dict[str, Shard]]:
-        return [{name: adapter.master_shard(named[name]) for name in names} for names in groups]
+        return [{name: model.master_shard(named[name]) for name in names} for names in groups]
 
     with torch.no_grad():
         tensors = owned(sections(), layout, cost=prod)
@@ -149,12 +149,12 @@ def share_whole_tensors(adapter: EngineAdapter, plan: RunPlan, layout: Mapping[s
     optimizer.share(
         WholeLayout(
             layout={id(group): members for group, members in zip(optimizer.param_groups, tensors, strict=True)},
-            stepped=stepped_by_name(adapter),
+            stepped=stepped_by_name(updates),
             shards=lambda: {name: shard for section in sections() for name, shard in section.items()},
-            written=adapter.weights_written,
-            device=adapter.device,
-            steps_on=adapter.device if plan.model.offload.optimizer == "none" else torch.device("cpu"),
-            calls=adapter.calls_in_update,
+            written=model.weights_written,
+            device=model.device,
+            steps_on=model.device if plan.model.offload.optimizer == "none" else torch.device("cpu"),
+            calls=updates.calls_in_update,
         ),
         {name: named[name] for names in groups for name in names} if plan.guard.full_weights else None,
     )

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import Updates
 from unishard.engine.optim.public_optimizer import GuardedOptimizer, PublicOptimizer
 from unishard.engine.optim.stepping import OwnCalls, forget, watch
 from unishard.errors import ContractError
@@ -22,7 +22,7 @@ class OptimizerCalls:
 
     def __init__(
         self,
-        adapter: EngineAdapter,
+        updates: Updates,
         built: torch.optim.Optimizer,
         model_class: str,
         require_no_gradients: Callable[[str], None],
@@ -33,7 +33,7 @@ class OptimizerCalls:
         """From now on refuse the calls of others.
 
         Args:
-            adapter: The sharded model and its optimizer.
+            updates: Of the sharded model.
             built: The optimizer that was passed to `prepare` or built for it; the user may hold it.
             model_class: Class of the model before it was sharded.
             require_no_gradients: Raises if the engine holds gradients that the named call would drop.
@@ -41,15 +41,16 @@ class OptimizerCalls:
             whole: Whether this rank has all of the optimizer's state.
         """
         self._own = own = OwnCalls()
-        self.public = PublicOptimizer(adapter, own, require_no_gradients)
+        self.public = PublicOptimizer(updates, own, require_no_gradients)
         """`engine.optimizer`."""
-        self._real, self._wrote = adapter.torch_optimizer, wrote
+        self._real, self._wrote = updates.torch_optimizer, wrote
         modes = {}
         if isinstance(self._real, WholeTensors) and self._real.modes:
             modes = {"train": partial(self.train_mode, True), "eval": partial(self.train_mode, False)}
         vars(self.public).update(modes)
         self._guarded = GuardedOptimizer(built, own, require_no_gradients, whole=whole, modes=modes)
-        self._number = watch(adapter.module, model_class, (built, adapter.optimizer, adapter.torch_optimizer), own)
+        optimizers = built, updates.optimizer, self._real
+        self._number = watch(updates.model.module, model_class, optimizers, own)
 
     def own(self) -> AbstractContextManager[None]:
         """A block in which the engine calls its optimizer."""

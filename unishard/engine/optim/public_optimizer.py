@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import Updates
 from unishard.engine.optim.state_by_parameter import StateByParameter
 from unishard.engine.optim.stepping import OwnCalls
 from unishard.errors import ContractError
@@ -23,17 +23,17 @@ class PublicOptimizer(torch.optim.Optimizer):
     A torch optimizer, so that schedulers can be built on it. Other attributes are those of the engine's own optimizer.
     """
 
-    def __init__(self, adapter: EngineAdapter, own: OwnCalls, require_no_gradients: Callable[[str], None]) -> None:
+    def __init__(self, updates: Updates, own: OwnCalls, require_no_gradients: Callable[[str], None]) -> None:
         """Does not register parameters, as the base class would: they stay those of the engine's optimizer.
 
         Args:
-            adapter: Its optimizer's groups hold the live learning rates.
+            updates: Its optimizer's groups hold the live learning rates.
             own: Whether the engine is calling.
             require_no_gradients: Raises if the engine holds gradients that the named call would drop.
         """
-        self._real: Any = adapter.optimizer
-        self._inner = adapter.torch_optimizer
-        self._state = StateByParameter(adapter)
+        self._real: Any = updates.optimizer
+        self._inner = updates.torch_optimizer
+        self._state = StateByParameter(updates)
         self._own = own
         self._require_no_gradients = require_no_gradients
         self.before_reading: Callable[[], None] = lambda: None

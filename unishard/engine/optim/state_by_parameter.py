@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import Updates
 from unishard.distributed.nested_optimizers import optimizers_in
 from unishard.matrices.whole_tensors import WholeTensors
 
@@ -18,19 +18,19 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
     As torch's, it is empty of a parameter that was never updated.
     """
 
-    def __init__(self, adapter: EngineAdapter) -> None:
-        self._adapter = adapter
-        self._names = {parameter: name for name, parameter in adapter.module.named_parameters()}
+    def __init__(self, updates: Updates) -> None:
+        self._updates = updates
+        self._names = {parameter: name for name, parameter in updates.model.module.named_parameters()}
 
     def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
-        optimizer: Any = self._adapter.torch_optimizer
+        optimizer: Any = self._updates.torch_optimizer
         if parameter in optimizer.state:
             found: dict[str, Any] = optimizer.state[parameter]
             return found
         name = self._names[parameter]
         if isinstance(optimizer, WholeTensors):
             return next(iter(optimizer.state_of(name).values()), {})
-        return {key: shard.values for key, shard in self._adapter.optimizer_state.shards(parameter).items()}
+        return {key: shard.values for key, shard in self._updates.optimizer_state.shards(parameter).items()}
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._names and bool(self[parameter])  # type: ignore[index]
@@ -43,6 +43,6 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
 
     def clear(self) -> None:
         """Forget the state of all parameters."""
-        optimizer: Any = self._adapter.torch_optimizer
+        optimizer: Any = self._updates.torch_optimizer
         for each in optimizers_in(optimizer.given if isinstance(optimizer, WholeTensors) else optimizer):
             each.state.clear()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unishard.checkpoint import tensor_names
 from unishard.checkpoint.tensor_reader import ReadRequest
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import Updates
 from unishard.contract.optimizer_state import StateSpec
 from unishard.distributed.lazy_shards import LazyShard
 from unishard.distributed.on_ranks import ranks_of
@@ -32,11 +32,11 @@ class EightBitState(Part):
     way.
     """
 
-    def __init__(self, adapter: EngineAdapter, optimizer: AdamW8bit) -> None:
+    def __init__(self, updates: Updates, optimizer: AdamW8bit) -> None:
         """Hold the optimizer, which knows how its parameters are sharded."""
-        self._shard_of = adapter.master_shard
+        self._shard_of = updates.model.master_shard
         self._optimizer = optimizer
-        self._names = {parameter: name for name, parameter in adapter.module.named_parameters()}
+        self._names = {parameter: name for name, parameter in updates.model.module.named_parameters()}
         self._rounded = (0, 0)
         """Elements that have another value than in the loaded checkpoint, and all of them."""
 
@@ -107,11 +107,11 @@ class EightBitState(Part):
                 yield tensor_names.of_optimizer(name, key), LazyShard(shard.shape, torch.float32, begin, end, read)
 
 
-def eight_bit_state_of(adapter: EngineAdapter | None) -> EightBitState | None:
-    """That of an adapter's optimizer; None for other optimizers."""
-    if adapter is None or not isinstance(adapter.torch_optimizer, AdamW8bit):
+def eight_bit_state_of(updates: Updates | None) -> EightBitState | None:
+    """That of an engine's optimizer; None for other optimizers."""
+    if updates is None or not isinstance(updates.torch_optimizer, AdamW8bit):
         return None
-    return EightBitState(adapter, adapter.torch_optimizer)
+    return EightBitState(updates, updates.torch_optimizer)
 
 
 def _number(value: float) -> Shard:

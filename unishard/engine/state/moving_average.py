@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unishard.checkpoint.tensor_reader import Tensors
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.distributed import process_group
 from unishard.distributed.on_ranks import on_all
 from unishard.distributed.shards import full_tensor
@@ -28,13 +28,13 @@ _logger = logging.getLogger("unishard")
 
 @torch.no_grad()
 def begin_average(
-    decay: float, adapter: EngineAdapter, tensors: StateTensors, order: CallOrder
+    decay: float, adapter: ShardedModel, tensors: StateTensors, order: CallOrder
 ) -> tuple[MovingAverage, Callable[[], None]]:
     """Begin a moving average of the weights that train. Collective.
 
     Args:
         decay: As in `Weights.average`.
-        adapter: The sharded model and its optimizer.
+        adapter: The sharded model.
         tensors: This rank's tensors, which the average joins.
         order: The engine's position in the loop.
 
@@ -77,7 +77,7 @@ class MovingAverage:
     Created by `Weights.average`; the engine updates, saves and loads it.
     """
 
-    def __init__(self, decay: float, shards: AverageShards, adapter: EngineAdapter, order: CallOrder) -> None:
+    def __init__(self, decay: float, shards: AverageShards, adapter: ShardedModel, order: CallOrder) -> None:
         """Called by `Weights.average`."""
         self.decay = decay
         """The part of the average that an update keeps."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.distributed.shards import Shard, copy_dtype, write_shard
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.state.tensors import StateTensors
@@ -20,7 +20,7 @@ from unishard.errors import ContractError
 class NamedParameters:
     """The parameters of a prepared model by the user's names."""
 
-    def __init__(self, adapter: InferenceAdapter, order: CallOrder, tensors: StateTensors) -> None:
+    def __init__(self, adapter: ShardedModel, order: CallOrder, tensors: StateTensors) -> None:
         self._adapter = adapter
         self._device = adapter.device
         self._order = order
@@ -74,7 +74,7 @@ class NamedParameters:
         full = from_first_rank(call, name, shard, value, self._device)
         write_shard(shard, full)
         self._order.place.wrote()
-        self._adapter.refresh(parameter, full)
+        self._adapter.weights_written({parameter: full})
 
 
 def from_first_rank(call: str, name: str, shard: Shard, value: Tensor, device: torch.device) -> Tensor:

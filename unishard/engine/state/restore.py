@@ -65,7 +65,7 @@ def restore(
         raise CheckpointError(
             f"{error}; some weights are loaded already: load another checkpoint before you train on"
         ) from error
-    run.adapter.loaded()
+    run.adapter.weights_written()
     run.order.place.resume(source.manifest.step)
     if verify == "bits":
         on_all(group, lambda: parts.tensors.compare_bits(source))

@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from unishard.config import Checkpoint, Training
-from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.engine.loop.accumulation import Accumulation
 from unishard.engine.loop.batching import Batching
 from unishard.engine.loop.buffers import Buffers
@@ -28,7 +28,7 @@ class Run:
     """The config, for the manifest."""
     packages: Sequence[str]
     """Packages whose versions the manifest has."""
-    adapter: InferenceAdapter
+    adapter: ShardedModel
     order: CallOrder
     tensors: StateTensors
     buffers: Buffers
@@ -44,12 +44,12 @@ class Run:
     @property
     def torch_optimizer(self) -> Optimizer | None:
         """What makes the updates; None for inference."""
-        return None if self.accumulation is None else self.accumulation.adapter.torch_optimizer
+        return None if self.accumulation is None else self.accumulation.updates.torch_optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's groups, with the live learning rates."""
         groups: list[dict[str, Any]] = (
-            [] if self.accumulation is None else self.accumulation.adapter.optimizer.param_groups
+            [] if self.accumulation is None else self.accumulation.updates.optimizer.param_groups
         )
         return groups

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.errors import ModelError, UnishardError
 
 
-def refuse_sharded_read(adapter: InferenceAdapter, error: Exception) -> None:
+def refuse_sharded_read(adapter: ShardedModel, error: Exception) -> None:
     """Raise ModelError, which says what to write, in place of the error of an operation on a sharded weight."""
     why = explain_sharded_read(adapter, error)
     if why is not None:
         raise ModelError(why) from error
 
 
-def explain_sharded_read(adapter: InferenceAdapter, error: BaseException | None) -> str | None:
+def explain_sharded_read(adapter: ShardedModel, error: BaseException | None) -> str | None:
     """What to write where a weight was read outside its module; None for other errors."""
     if isinstance(error, UnishardError) or not isinstance(error, RuntimeError):
         return None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from unishard.checkpoint import tensor_names
 from unishard.checkpoint.export.sources import persistent_buffers
 from unishard.checkpoint.tensor_reader import Tensors
-from unishard.contract.adapter import EngineAdapter, InferenceAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.contract.optimizer_state import OptimizerState
 from unishard.distributed.lazy_shards import LazyShard, lazy_shard_of
 from unishard.distributed.shards import Shard
@@ -20,18 +20,18 @@ from unishard.engine.state.eight_bit_state import eight_bit_state_of
 class StateTensors:
     """This rank's shards of parameters, buffers and optimizer state, by name."""
 
-    def __init__(self, adapter: InferenceAdapter, training: EngineAdapter | None) -> None:
+    def __init__(self, adapter: ShardedModel) -> None:
         """Collect the parameter names after sharding.
 
         Args:
             adapter: The model's adapter.
-            training: The same adapter if there is an optimizer, else None.
         """
         self._adapter = adapter
-        self.eight_bit = eight_bit_state_of(training)
+        updates = adapter.updates
+        self.eight_bit = eight_bit_state_of(updates)
         """The optimizer's state, if it is AdamW with moments of 8 bits."""
         self.optimizer_state: OptimizerState | None = (
-            self.eight_bit or training.optimizer_state if training is not None else None
+            self.eight_bit or updates.optimizer_state if updates is not None else None
         )
         self._module = adapter.module
         self.named = dict(adapter.module.named_parameters(remove_duplicate=False))

@@ -9,7 +9,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
-from unishard.contract.adapter import InferenceAdapter
+from unishard.contract.adapter import ShardedModel
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.place import Phase
 from unishard.engine.state.named_parameters import NamedParameters
@@ -18,7 +18,7 @@ from unishard.errors import ContractError
 
 @contextmanager
 def unsharded(
-    parameters_of: NamedParameters, adapter: InferenceAdapter, order: CallOrder, names: Iterable[str]
+    parameters_of: NamedParameters, adapter: ShardedModel, order: CallOrder, names: Iterable[str]
 ) -> Iterator[dict[str, nn.Parameter]]:
     """A block in which parameters are full, see `Weights.unsharded`. Collective."""
     if order.blocks.unsharded:
@@ -26,7 +26,7 @@ def unsharded(
             "engine.weights.unsharded() was entered inside engine.weights.unsharded(); name all parameters in one block"
         )
     full_names = list(parameters_of.find_all("weights.unsharded", names))
-    trains = torch.is_grad_enabled() and adapter.training is not None and not order.blocks.frozen
+    trains = torch.is_grad_enabled() and adapter.updates is not None and not order.blocks.frozen
     parameters: dict[str, nn.Parameter] = {}
     order.place.gather()
     try:

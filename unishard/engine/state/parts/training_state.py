@@ -65,7 +65,7 @@ class TrainingState(Part):
             GroupRecord(names=list(names), options=_options_of(options))
             for names, options in zip(run.group_names, run.param_groups, strict=True)
         ]
-        name = type(accumulation.adapter.torch_optimizer).__name__
+        name = type(accumulation.updates.torch_optimizer).__name__
         return {
             "optimizer": OptimizerFacts(class_name=name, groups=groups),
             "schedule": accumulation.schedule.facts(),
@@ -105,18 +105,18 @@ class TrainingState(Part):
 
     def _freeze_as_saved(self, frozen: Sequence[str]) -> None:
         """Freeze and unfreeze parameters as `set_trainable` had done in the saved run. Collective."""
-        trained, adapter = self._run.tensors.trained(), self._accumulation.adapter
+        trained, updates = self._run.tensors.trained(), self._accumulation.updates
         freeze = [name for name, parameter in trained.items() if name in frozen and parameter.requires_grad]
         thaw = [name for name, parameter in trained.items() if name not in frozen and not parameter.requires_grad]
         if freeze:
-            adapter.set_trainable(freeze, False)
+            updates.set_trainable(freeze, False)
         if thaw:
-            adapter.set_trainable(thaw, True)
+            updates.set_trainable(thaw, True)
 
     def _resume_schedule(self, manifest: Manifest) -> Iterator[str]:
         if manifest.optimizer is None or manifest.schedule is None:
             return
-        was, runs = manifest.optimizer.class_name, type(self._accumulation.adapter.torch_optimizer).__name__
+        was, runs = manifest.optimizer.class_name, type(self._accumulation.updates.torch_optimizer).__name__
         ours = (AdamW8bit.__name__, *vars(torch.optim))
         if was != runs and was in ours and runs in ours:  # other classes are fused or CPU variants of these
             yield f"the optimizer was {was}; using {runs} of the config"

@@ -1,4 +1,4 @@
-"""The adapter of DistributedDataParallel."""
+"""A model under DistributedDataParallel, and its updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from unishard.contract.adapter import EngineAdapter
+from unishard.contract.adapter import ShardedModel, Updates
 from unishard.contract.kit.skipping import DeviceSkip
 from unishard.contract.results import Placement
 from unishard.contract.trainable import set_requires_grad
@@ -27,23 +27,72 @@ from unishard_fsdp.torch_gradients import TorchGradients
 
 
 @final
-class DDPAdapter(EngineAdapter):
-    """A model under DistributedDataParallel."""
+class DDPModel(ShardedModel):
+    """Each rank holds the whole model."""
 
     def __init__(
         self,
-        spec: FSDPSpec,
         module: nn.Module,
-        optimizer: Any,
         device: torch.device,
-        *,
         native: options.DistributedDataParallel,
         wrap: Callable[[AveragingHook], DistributedDataParallel],
     ) -> None:
-        super().__init__(module, device, optimizer)
+        super().__init__(module, device)
+        self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._wrap = wrap
+        self.averaging = AveragingHook()
+        self._replica: DistributedDataParallel | None
+        self.wrap_again()
+        self.forward_is_collective = native.forward_sync_buffers
+
+    def wrap_again(self) -> None:
+        """Build the reducer anew: it expects gradients of the parameters that are trainable then."""
+        self._replica = None
+        self._replica = self._wrap(self.averaging)
+        self.reduced = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        """Names of these parameters."""
+
+    @property
+    def running(self) -> DistributedDataParallel:
+        """The wrapped model."""
+        if self._replica is None:
+            raise ContractError("the engine is closed; build a new model and prepare it")
+        return self._replica
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run DistributedDataParallel."""
+        return self.running(*args, **kwargs)
+
+    def master_shard(self, parameter: nn.Parameter) -> Shard:
+        """The parameter itself, full."""
+        return shard_of(parameter)
+
+    def placement(self) -> Placement:
+        """Report what the engine holds, from its live tensors."""
+        # torch's class, also for the subclass with fixed buckets.
+        engine = next(kind.__name__ for kind in type(self.running).__mro__ if kind.__module__.startswith("torch."))
+        return placement_of(self.module, engine, masters=self.trained)
+
+    def close(self) -> None:
+        """Free the gradients, and destroy the reducer with its hooks on the parameters."""
+        if self.updates is not None:
+            self.updates.close()
+        self._replica = None
+
+
+@final
+class DDPUpdates(Updates):
+    """Gradients that DistributedDataParallel averages in backward, and the optimizer."""
+
+    model: DDPModel
+
+    def __init__(
+        self, model: DDPModel, spec: FSDPSpec, native: options.DistributedDataParallel, optimizer: torch.optim.Optimizer
+    ) -> None:
+        super().__init__(model, optimizer)
         self._gradients = TorchGradients(
-            [*self.shared_parameters.values()],
-            device,
+            model.trained,
+            model.device,
             optimizer,
             steps_always=spec.steps_always,
             copies=dist.get_world_size(),
@@ -51,27 +100,18 @@ class DDPAdapter(EngineAdapter):
         )
         if native.find_unused_parameters or native.conditional_modules:
             self.shared_parameters = {}
-        self._wrap = wrap
-        self._averaging = AveragingHook()
-        self._replica: DistributedDataParallel | None = wrap(self._averaging)
-        self._reduced = self._trainable_names()
         self._begun = False
         """Whether a backward has begun that has not ended."""
-        self.forward_is_collective = native.forward_sync_buffers
         self._syncs_late = native.requires_gradient_sync == "last_micro_batch"
         self.reduces_each_backward = not self._syncs_late
         self._without_sync = ExitStack()
 
     def begin(self, *, last: bool) -> None:
         """Skip the all-reduce before the last micro-batch, if so configured."""
-        self._averaging.finished = False
+        self.model.averaging.finished = False
         self._without_sync.close()
         if not last and self._syncs_late:
-            self._without_sync.enter_context(self._running.no_sync())
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run DistributedDataParallel."""
-        return self._running(*args, **kwargs)
+            self._without_sync.enter_context(self.model.running.no_sync())
 
     def backward(self, loss: Tensor) -> None:
         """Run autograd, and note where it has not ended."""
@@ -87,8 +127,10 @@ class DDPAdapter(EngineAdapter):
         """
         # If a parameter has no gradient, its bucket is not reduced; DDP itself raises only in the next forward (torch
         # 2.13).
-        if not self._averaging.finished:
-            frozen = next((name for name in self._reduced if not self.module.get_parameter(name).requires_grad), None)
+        if not self.model.averaging.finished:
+            frozen = next(
+                (name for name in self.model.reduced if not self.model.module.get_parameter(name).requires_grad), None
+            )
             if frozen is not None:
                 raise ModelError(
                     f"{frozen} was frozen with requires_grad_(False) after prepare, so DistributedDataParallel did not "
@@ -96,7 +138,7 @@ class DDPAdapter(EngineAdapter):
                 )
             unused = [
                 name
-                for name, parameter in self.module.named_parameters()
+                for name, parameter in self.model.module.named_parameters()
                 if parameter.requires_grad and parameter.grad is None
             ]
             raise ModelError(
@@ -124,39 +166,15 @@ class DDPAdapter(EngineAdapter):
         """`parameter.grad`, full."""
         return self._gradients.shard(parameter, create=create)
 
-    def master_shard(self, parameter: nn.Parameter) -> Shard:
-        """The parameter itself, full."""
-        return shard_of(parameter)
-
-    def refresh(self, parameter: nn.Parameter, full: Tensor) -> None:
-        """Do nothing: there is one copy."""
-
     def set_trainable(self, names: Sequence[str], trainable: bool) -> None:
         """Change `requires_grad` and wrap the model again."""
-        set_requires_grad(self.module, names, trainable)
-        self._wrap_again()  # its reducer expects the parameters that were trainable when it was built
+        set_requires_grad(self.model.module, names, trainable)
+        self._wrap_again()
 
     def _wrap_again(self) -> None:
-        self._replica, self._begun = None, False
-        self._replica = self._wrap(self._averaging)
-        self._reduced = self._trainable_names()
-
-    def _trainable_names(self) -> list[str]:
-        return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-
-    def placement(self) -> Placement:
-        """Report what the engine holds, from its live tensors."""
-        # torch's class, also for the subclass with fixed buckets.
-        engine = next(kind.__name__ for kind in type(self._running).__mro__ if kind.__module__.startswith("torch."))
-        return placement_of(self.module, engine, masters=self._gradients.parameters)
+        self._begun = False
+        self.model.wrap_again()
 
     def close(self) -> None:
-        """Free the gradients, and destroy the reducer."""
+        """Free the gradients."""
         self._gradients.drop()
-        self._replica = None  # destroys the reducer with its hooks on the parameters
-
-    @property
-    def _running(self) -> DistributedDataParallel:
-        if self._replica is None:
-            raise ContractError("the engine is closed; build a new model and prepare it")
-        return self._replica
