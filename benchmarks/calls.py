@@ -29,7 +29,7 @@ STRATEGIES = ("no_shard", "shard_grad_op", "full_shard")
 BLOCKS = (2, 6)
 WARM_UP = 12
 """Updates before the one that is counted: past the first, in which more is checked, and not a tenth."""
-_ELSEWHERE = ("unishard_fsdp/ddp.py", "<lambda>")
+_ELSEWHERE = ("unishard_fsdp/ddp/averaging.py", "<lambda>")
 """Runs when a reduction is through, in this thread or in one of the process group's."""
 _PACKAGES = tuple(Path(*import_module(name).__path__) for name in ("unishard", "unishard_fsdp", "unishard_deepspeed"))
 

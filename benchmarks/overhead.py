@@ -113,12 +113,13 @@ def rate(cfg: unishard.Config) -> Callable[[int], float]:
 def torch_by_hand(model: str, cfg: unishard.Config, count: int) -> Update:
     from torch.distributed.tensor import DTensor
 
-    from unishard_fsdp import options, sharding
+    from unishard_fsdp import options
+    from unishard_fsdp.sharding import applying
 
     module, topology = build(model), ensure(unishard.Topology.from_environment())
     device, native = device_of(topology), options.parse(unishard.translate(cfg, topology=topology).native)
     if isinstance(native, options.FullyShard):
-        sharding.apply_fully_shard(module, find_units(module, cfg.sharding), device, native)
+        applying.apply_fully_shard(module, find_units(module, cfg.sharding), device, native)
         running = module
     else:
         running = nn.parallel.DistributedDataParallel(

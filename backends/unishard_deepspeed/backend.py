@@ -93,7 +93,7 @@ class DeepSpeedBackend:
         Raises:
             ConfigError: As `translate`.
         """
-        from unishard_deepspeed.footprint import footprint_of
+        from unishard_deepspeed.footprint.of_rank import footprint_of
 
         return footprint_of(shape, cfg, topology, self.translate(cfg, topology).native)
 
@@ -101,7 +101,7 @@ class DeepSpeedBackend:
         self, shape: ModelShape, cfg: Config, topology: Topology, groups: Sequence[Sequence[str]]
     ) -> Mapping[str, Layout]:
         """Which elements of each master weight each rank holds. Pure."""
-        from unishard_deepspeed.layout import layout_of
+        from unishard_deepspeed.footprint.intervals import layout_of
 
         zero = self.translate(cfg, topology).native["zero_optimization"]
         return layout_of(shape, cfg, shard_group_size(cfg, topology), groups, zero)

@@ -22,16 +22,15 @@ from unishard.contract.private_api import PrivateApi
 from unishard.contract.units import ModelUnits
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.devices import device_of
-from unishard_deepspeed import kept_fp32, sharding, start
+from unishard_deepspeed import start
+from unishard_deepspeed.cases import kept_fp32
 from unishard_deepspeed.cases.case import ZeroCase
-from unishard_deepspeed.cases.conditional import ConditionalModules
+from unishard_deepspeed.cases.conditional_modules import ConditionalModules
 from unishard_deepspeed.cases.late_steps import LateSteps
 from unishard_deepspeed.cases.persistent_parameters import PersistentParameters
 from unishard_deepspeed.cases.second_copies import SecondCopies
 from unishard_deepspeed.cases.stale_gradients import StaleGradients
-from unishard_deepspeed.entered_modules import entered_modules
-from unishard_deepspeed.frozen_stage_3 import FrozenStage3
-from unishard_deepspeed.inner_optimizer import InnerOptimizer
+from unishard_deepspeed.masters.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.model import ZeroModel
 from unishard_deepspeed.private.building import allow_fp16, clear_mpu
 from unishard_deepspeed.private.partitioned import is_partitioned
@@ -42,9 +41,12 @@ from unishard_deepspeed.private.stage_3 import Stage3
 from unishard_deepspeed.private.stages_1_2 import Stages12
 from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
 from unishard_deepspeed.private.zero_parameters import ZeroParameters
-from unishard_deepspeed.replicas import Replicas, replicas_of
+from unishard_deepspeed.sharding import partitioning
+from unishard_deepspeed.sharding.entered_modules import entered_modules
+from unishard_deepspeed.sharding.frozen_stage_3 import FrozenStage3
+from unishard_deepspeed.sharding.replicas import Replicas, replicas_of
+from unishard_deepspeed.sharding.unit_outputs import ListedOutputs
 from unishard_deepspeed.spec import ZeroSpec
-from unishard_deepspeed.unit_outputs import ListedOutputs
 from unishard_deepspeed.updates import ZeroUpdates
 
 _OPTIMIZERS: tuple[type[ZeroOptimizer], ...] = (Stage0, Stages12, Stages12, Stage3)
@@ -88,7 +90,7 @@ def _build(
     settings = copy.deepcopy(spec.native)
     precision, names = spec.precision, [unit.name for unit in units.gathered]
     if optimizer is None:
-        sharding.partition(deepspeed, model, spec, settings, device, replicas, train=False)
+        partitioning.partition(deepspeed, model, spec, settings, device, replicas, train=False)
         _only_named_leaves(model)
         outputs = ListedOutputs(model, units.gathered)
         with start.quiet():
@@ -105,7 +107,7 @@ def _build(
             model.parameters(), device
         )  # optimizers refuse the meta device and shards' shapes
         inner = InnerOptimizer(optimizer(named))
-        originals = sharding.partition(deepspeed, model, spec, settings, device, replicas, train=True)
+        originals = partitioning.partition(deepspeed, model, spec, settings, device, replicas, train=True)
         _only_named_leaves(model)
         listed = ListedOutputs(model, units.gathered)
     else:

@@ -20,11 +20,11 @@ from unishard.distributed.shards import Shard
 from unishard.errors import CheckpointError
 from unishard_deepspeed.cases.case import ZeroCase
 from unishard_deepspeed.cases.replaced_parameters import explain
-from unishard_deepspeed.gathering import is_of_shard, keep_gathered
-from unishard_deepspeed.placement import parameter_bytes, units
 from unishard_deepspeed.private.building import forget
 from unishard_deepspeed.private.shown_parameters import ShownParameters
 from unishard_deepspeed.private.zero_parameters import ZeroParameters
+from unishard_deepspeed.sharding.gathering import is_of_shard, keep_gathered
+from unishard_deepspeed.sharding.placement import parameter_bytes, units
 
 _requires_grad = attrgetter("requires_grad")
 

@@ -15,13 +15,13 @@ from unishard.distributed.host_read import HostRead
 from unishard.distributed.nested_tensors import hook_gradients
 from unishard.distributed.shards import Shard, SteppedShard
 from unishard.errors import ContractError
-from unishard_deepspeed.gathering import refuse_unused_output
 from unishard_deepspeed.model import ZeroModel
-from unishard_deepspeed.optimizer_state import ZeroOptimizerState
+from unishard_deepspeed.optimizer.optimizer_state import ZeroOptimizerState
+from unishard_deepspeed.optimizer.unused_parameters import UnusedParameters
 from unishard_deepspeed.private.partitioned import gather
 from unishard_deepspeed.private.window import WindowGradients
 from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
-from unishard_deepspeed.unused_parameters import UnusedParameters
+from unishard_deepspeed.sharding.gathering import refuse_unused_output
 
 _requires_grad = attrgetter("requires_grad")
 

@@ -92,7 +92,7 @@ class FSDPBackend:
         from unishard_fsdp.options import COLLECTIVE_SETTINGS
 
         if any(native.get(key) for key in COLLECTIVE_SETTINGS):
-            from unishard_fsdp import collective_settings
+            from unishard_fsdp.sharding import collective_settings
 
             collective_settings.require(native)
 
@@ -109,7 +109,7 @@ class FSDPBackend:
         Raises:
             ConfigError: As `translate`.
         """
-        from unishard_fsdp.footprint import footprint_of
+        from unishard_fsdp.footprint.of_rank import footprint_of
 
         return footprint_of(shape, cfg, topology, self.translate(cfg, topology).native)
 
@@ -117,7 +117,7 @@ class FSDPBackend:
         self, shape: ModelShape, cfg: Config, topology: Topology, groups: Sequence[Sequence[str]]
     ) -> Mapping[str, Layout]:
         """Which rows of each parameter each rank holds. Pure."""
-        from unishard_fsdp.layout import layout_of
+        from unishard_fsdp.footprint.rows import layout_of
 
         return layout_of(shape, shard_group_size(cfg, topology))
 

@@ -23,22 +23,23 @@ from unishard.contract.kit.skipping import DeviceSkip
 from unishard.contract.plan import RunPlan
 from unishard.distributed import devices
 from unishard.errors import BackendError
-from unishard_fsdp import collective_settings, options, sharding
-from unishard_fsdp.cases.conditional import ConditionalParameters
+from unishard_fsdp import options
+from unishard_fsdp.cases.conditional_parameters import ConditionalParameters
 from unishard_fsdp.cases.embeddings import UngatheredEmbeddings
+from unishard_fsdp.cases.host_copies import HostCopies
 from unishard_fsdp.cases.replicated_parameters import ReplicatedParameters
 from unishard_fsdp.cases.toggled_parameters import ToggledParameters
 from unishard_fsdp.cases.unreduced_gradients import UnreducedGradients
-from unishard_fsdp.ddp import AveragingHook, wrap_ddp
-from unishard_fsdp.ddp_model import DDPModel, DDPUpdates
-from unishard_fsdp.host_copies import HostCopies
+from unishard_fsdp.ddp.averaging import AveragingHook, wrap_ddp
+from unishard_fsdp.ddp.model import DDPModel, DDPUpdates
+from unishard_fsdp.gradients.stepped_shards import ShardViews
+from unishard_fsdp.gradients.torch_gradients import TorchGradients
 from unishard_fsdp.model import FSDPModel
 from unishard_fsdp.private import PRIVATE_API, numbers
+from unishard_fsdp.sharding import applying, collective_settings
 from unishard_fsdp.spec import FSDPSpec
-from unishard_fsdp.stepped_shards import ShardViews
-from unishard_fsdp.torch_gradients import TorchGradients
-from unishard_fsdp.unit_forwards import UnitForwards
-from unishard_fsdp.unit_parameters import own_parameters
+from unishard_fsdp.units.unit_forwards import UnitForwards
+from unishard_fsdp.units.unit_parameters import own_parameters
 from unishard_fsdp.updates import FSDPUpdates
 
 _logger = logging.getLogger("unishard")
@@ -72,10 +73,10 @@ def build(model: nn.Module, plan: RunPlan) -> ShardedModel:
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor", UserWarning)
     embeddings: list[nn.Module] = []
     if isinstance(native, options.Replicate):
-        sharding.apply_replicate(model, units.casting, device, native, forwards)
+        applying.apply_replicate(model, units.casting, device, native, forwards)
     else:
         frozen = precision if optimizer is None else None
-        embeddings = sharding.apply_fully_shard(model, units.gathered, device, native, forwards, frozen=frozen)
+        embeddings = applying.apply_fully_shard(model, units.gathered, device, native, forwards, frozen=frozen)
     built = None if optimizer is None else optimizer(_named(model))
     sharded = FSDPModel(model, device, spec, precision, forwards)
     if built is not None:
@@ -210,7 +211,7 @@ def _ddp(
     device: torch.device,
     optimizer: OptimizerBuilder,
 ) -> DDPModel:
-    sharding.load(model, (), device)
+    applying.load(model, (), device)
     if native.conditional_modules:
         # DDP warns if a rank used all parameters in the first step, but later steps may differ (torch 2.13,
         # reducer.cpp).

@@ -16,15 +16,16 @@ from unishard.contract.adapter import ShardedModel
 from unishard.contract.kit.input_casts import cast_inputs
 from unishard.contract.results import Placement
 from unishard.distributed.shards import Shard
-from unishard_fsdp import generation, options, root_first
+from unishard_fsdp import options
 from unishard_fsdp.cases.case import FSDPCase
 from unishard_fsdp.cases.unsharded import UnshardedModules, sharded_read
-from unishard_fsdp.placement import placement_of
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.private.released import forget_states
-from unishard_fsdp.shards import shard_of
+from unishard_fsdp.sharding.local_shards import shard_of
+from unishard_fsdp.sharding.placement import placement_of
 from unishard_fsdp.spec import FSDPSpec
-from unishard_fsdp.unit_forwards import UnitForwards
+from unishard_fsdp.units import generation, root_first
+from unishard_fsdp.units.unit_forwards import UnitForwards
 
 
 @final

@@ -17,11 +17,11 @@ from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard, SteppedShard
 from unishard.errors import ContractError
 from unishard_fsdp.cases.toggled_parameters import ToggledParameters
+from unishard_fsdp.gradients.stepped_shards import SteppedShards
+from unishard_fsdp.gradients.torch_gradients import TorchGradients
 from unishard_fsdp.model import FSDPModel
 from unishard_fsdp.private import PRIVATE_API
-from unishard_fsdp.stepped_shards import SteppedShards
-from unishard_fsdp.torch_gradients import TorchGradients
-from unishard_fsdp.unit_parameters import own_names
+from unishard_fsdp.units.unit_parameters import own_names
 
 _DISCARD = PRIVATE_API["discard"]
 

@@ -14,7 +14,7 @@ from test_on_device_planted import noticed
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unishard.testing import run_ranks
-from unishard_fsdp.host_copies import HostCopies
+from unishard_fsdp.cases.host_copies import HostCopies
 
 DEVICE = torch.device("cuda", 0)
 COUNT = 3

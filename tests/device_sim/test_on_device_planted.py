@@ -19,7 +19,7 @@ from unishard.data import batches
 from unishard.distributed.host_read import HostRead
 from unishard.engine.model.activation_offload import units as activation_offload
 from unishard.testing import run_ranks
-from unishard_fsdp.host_copies import HostCopies
+from unishard_fsdp.cases.host_copies import HostCopies
 
 DEVICE = torch.device("cuda", 0)
 TIMES = int(os.environ.get("DEVICE_SIM_TIMES", "1"))
@@ -102,7 +102,7 @@ IN_PIECES = (
         "the host steps an offloaded optimizer",
         ("host-optimizer",),
         "Event.synchronize",
-        "unishard_fsdp/host_copies.py",
+        "unishard_fsdp/cases/host_copies.py",
     ),
     Planted("a background save reads its copy", ("background-save",), "cuda.synchronize", "checkpoint/background.py"),
 )
@@ -147,7 +147,7 @@ OF_HOST_COPIES = (
 @pytest.mark.parametrize("planted", OF_HOST_COPIES, ids=str)
 def test_a_wait_that_host_copies_lack_is_noticed(planted):
     for _ in range(TIMES):
-        with without(planted.wait, "unishard_fsdp/host_copies.py", *planted.functions) as skipped:
+        with without(planted.wait, "unishard_fsdp/cases/host_copies.py", *planted.functions) as skipped:
             said = noticed(host_optimizer)
         assert skipped
         assert "without a wait for" in said

@@ -10,7 +10,7 @@ from torch import nn
 
 from unishard.contract.kit import grad_norm
 from unishard.distributed.shards import Shard, shard_norms
-from unishard_fsdp.clipping import scale
+from unishard_fsdp.gradients.clipping import scale
 
 SIZES = (0, 1, 7, 33, 1025, 70_000)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -11,7 +11,7 @@ from harness import BACKENDS, curve, own_share, prepare, train
 from harness import checked as config
 
 from unishard.testing import run_ranks
-from unishard_fsdp.host_copies import HostCopies
+from unishard_fsdp.cases.host_copies import HostCopies
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.errors import BackendError
-from unishard_fsdp import backend, collective_settings
+from unishard_fsdp import backend
 from unishard_fsdp.options import COLLECTIVE_SETTINGS, FullyShard, parse
+from unishard_fsdp.sharding import collective_settings
 
 ALL = set(COLLECTIVE_SETTINGS)
 

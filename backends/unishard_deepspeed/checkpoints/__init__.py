@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unishard.contract.checkpoint_format import Advance, CheckpointFormat, Contents
-from unishard_deepspeed.checkpoints.layout import files_of, folder_of, is_universal
+from unishard_deepspeed.checkpoints.file_names import files_of, folder_of, is_universal
 
 __all__ = ["FORMATS", "files_of"]
 

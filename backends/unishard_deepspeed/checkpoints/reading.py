@@ -14,9 +14,9 @@ from unishard.contract.training_facts import LossScaleFacts, OptimizerFacts, Sch
 from unishard.distributed.lazy_shards import LazyShard
 from unishard.errors import CheckpointError
 from unishard_deepspeed.checkpoints import partitions, unpartitioned
+from unishard_deepspeed.checkpoints.file_names import Files, files_of
 from unishard_deepspeed.checkpoints.files import LossScaler, load
-from unishard_deepspeed.checkpoints.layout import Files, files_of
-from unishard_deepspeed.checkpoints.shards import constant, in_memory, joined
+from unishard_deepspeed.checkpoints.joined_shards import constant, in_memory, joined
 
 _KNOWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",

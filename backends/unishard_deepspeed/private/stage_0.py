@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.distributed.shards import Shard
-from unishard_deepspeed.flat_master_weights import FlatMasterWeights, Shards
-from unishard_deepspeed.inner_optimizer import InnerOptimizer
+from unishard_deepspeed.masters.flat_master_weights import FlatMasterWeights, Shards
+from unishard_deepspeed.masters.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private.clipping import TorchClipping
 from unishard_deepspeed.private.table import OF_STAGE_0
 from unishard_deepspeed.private.zero_optimizer import Clipping, ZeroOptimizer

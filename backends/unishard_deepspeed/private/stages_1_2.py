@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from unishard.contract.kit.kept_fp32 import is_kept
 from unishard.contract.private_api import PrivateApi
 from unishard.distributed.shards import Shard
-from unishard_deepspeed.flat_master_weights import Shards
-from unishard_deepspeed.inner_optimizer import InnerOptimizer
+from unishard_deepspeed.masters.flat_master_weights import Shards
+from unishard_deepspeed.masters.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private.clipping import EngineClipping
 from unishard_deepspeed.private.reduction import call_before, create_hooks
 from unishard_deepspeed.private.table import OF_STAGES_1_2

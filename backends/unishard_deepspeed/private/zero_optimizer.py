@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from unishard.contract.private_api import PrivateApi
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
-from unishard_deepspeed.flat_master_weights import FlatMasterWeights, Shards
-from unishard_deepspeed.inner_optimizer import InnerOptimizer
+from unishard_deepspeed.masters.flat_master_weights import FlatMasterWeights, Shards
+from unishard_deepspeed.masters.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private.building import keep_adagrad
 from unishard_deepspeed.private.zero_parameters import ZeroParameters
 from unishard_deepspeed.spec import ZeroSpec

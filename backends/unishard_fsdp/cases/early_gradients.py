@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from unishard_fsdp.cases.case import FSDPCase
-from unishard_fsdp.shards import local
+from unishard_fsdp.sharding.local_shards import local
 
 
 @final

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from unishard.contract.kit.replicated import is_replicated
-from unishard_fsdp.dimensionless import parameter_named
-from unishard_fsdp.unit_parameters import own_names
+from unishard_fsdp.units.dimensionless import parameter_named
+from unishard_fsdp.units.unit_parameters import own_names
 
 
 class ParameterUsage:

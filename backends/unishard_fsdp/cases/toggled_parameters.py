@@ -10,8 +10,8 @@ from typing import final
 from torch import nn
 
 from unishard_fsdp.cases.case import FSDPCase
-from unishard_fsdp.dimensionless import parameter_named
 from unishard_fsdp.private import PRIVATE_API
+from unishard_fsdp.units.dimensionless import parameter_named
 
 _DTYPES = PRIVATE_API["trainable-dtypes"]
 _requires_grad = attrgetter("requires_grad")

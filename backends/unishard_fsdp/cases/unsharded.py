@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from unishard.contract.kit.replicated import is_replicated
 from unishard_fsdp.cases.case import FSDPCase
-from unishard_fsdp.dimensionless import parameter_named
-from unishard_fsdp.forward_methods import run_as_forward
-from unishard_fsdp.unit_parameters import own_names
+from unishard_fsdp.units.dimensionless import parameter_named
+from unishard_fsdp.units.forward_methods import run_as_forward
+from unishard_fsdp.units.unit_parameters import own_names
 
 _OF_DTENSOR = (
     "mixed torch.Tensor and DTensor",

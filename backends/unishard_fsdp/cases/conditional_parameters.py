@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard_fsdp.cases.case import FSDPCase
-from unishard_fsdp.private.conditional import fill_unused
+from unishard_fsdp.private.unused_gradients import fill_unused
 
 
 @final

@@ -30,8 +30,8 @@ from unishard.config.topology import Topology
 from unishard.contract.footprint import Bytes, Collective, Footprint, Working, state_by_parameter
 from unishard.contract.model_shape import ModelShape
 from unishard_deepspeed import fields
-from unishard_deepspeed.stage3_footprint import Stage3Footprint
-from unishard_deepspeed.stage_footprint import RESERVED, StageFootprint
+from unishard_deepspeed.footprint.stage3_footprint import Stage3Footprint
+from unishard_deepspeed.footprint.stage_footprint import RESERVED, StageFootprint
 
 
 def footprint_of(shape: ModelShape, cfg: Config, topology: Topology, native: Native) -> Footprint:

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from unishard.distributed.layout import rows
 from unishard.distributed.shards import Shard
-from unishard_fsdp.dimensionless import shape_of
+from unishard_fsdp.units.dimensionless import shape_of
 
 
 def local(tensor: Tensor) -> Tensor:

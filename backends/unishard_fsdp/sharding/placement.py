@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from unishard.contract.results import Placement
 from unishard.distributed.dtypes import name_of
-from unishard_fsdp.shards import local
+from unishard_fsdp.sharding.local_shards import local
 
 
 @torch.no_grad()

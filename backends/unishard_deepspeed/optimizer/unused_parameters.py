@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.contract.private_api import PrivateApi
-from unishard_deepspeed.flat_master_weights import FlatMasterWeights
+from unishard_deepspeed.masters.flat_master_weights import FlatMasterWeights
 from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
 
 

@@ -23,10 +23,10 @@ from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import dtype_named
 from unishard.distributed.layout import rows
 from unishard.distributed.process_group import mesh_of_ranks
-from unishard_fsdp import collective_settings
-from unishard_fsdp.dimensionless import add_dimension
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
-from unishard_fsdp.unit_forwards import UnitForwards
+from unishard_fsdp.sharding import collective_settings
+from unishard_fsdp.units.dimensionless import add_dimension
+from unishard_fsdp.units.unit_forwards import UnitForwards
 
 Apply = Callable[[nn.Module], object]
 

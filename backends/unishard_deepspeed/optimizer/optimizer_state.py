@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from unishard.contract.optimizer_state import StateSpec, fresh_state, tensors_and_numbers
 from unishard.distributed.shards import Shard
-from unishard_deepspeed.flat_master_weights import FlatMasterWeights
+from unishard_deepspeed.masters.flat_master_weights import FlatMasterWeights
 from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
 
 

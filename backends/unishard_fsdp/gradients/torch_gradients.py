@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from unishard.contract.kit.skipping import DeviceSkip
 from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
-from unishard_fsdp.clipping import changes, scale, total_norm
-from unishard_fsdp.shards import shard_of
+from unishard_fsdp.gradients.clipping import changes, scale, total_norm
+from unishard_fsdp.sharding.local_shards import shard_of
 
 _grad = attrgetter("grad")
 

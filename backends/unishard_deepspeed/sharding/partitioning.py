@@ -23,7 +23,7 @@ from unishard.distributed.layout import flat
 from unishard_deepspeed import start
 from unishard_deepspeed.private.building import gather_empty, swapper_of
 from unishard_deepspeed.private.second_copy import group_of_init
-from unishard_deepspeed.replicas import Replicas
+from unishard_deepspeed.sharding.replicas import Replicas
 from unishard_deepspeed.spec import ZeroSpec
 
 

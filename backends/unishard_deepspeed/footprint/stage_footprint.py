@@ -15,7 +15,7 @@ from unishard.contract.kit.parameter_groups import groups_of, matrices_of
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
 from unishard.distributed.layout import Layout
 from unishard_deepspeed import fields
-from unishard_deepspeed.layout import layout_of
+from unishard_deepspeed.footprint.intervals import layout_of
 
 RESERVED = (1.05, 1.4)
 """Buckets are allocated once; stage 3's gathers have many sizes. A rule of thumb, not measured here."""

@@ -8,8 +8,8 @@ from functools import cached_property
 from unishard.contract.footprint import Bytes, Collective, Footprint, Working
 from unishard.contract.model_shape import ParameterShape
 from unishard_deepspeed import fields
+from unishard_deepspeed.footprint.stage_footprint import RESERVED, StageFootprint
 from unishard_deepspeed.second_copy import group_of
-from unishard_deepspeed.stage_footprint import RESERVED, StageFootprint
 
 
 class Stage3Footprint(StageFootprint):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from unishard_fsdp.forward_methods import run_as_forward
+from unishard_fsdp.units.forward_methods import run_as_forward
 
 
 class RootFirst:

@@ -11,8 +11,8 @@ from unishard.config.topology import Topology
 from unishard.contract.footprint import Bytes, Collective, Footprint, state_by_parameter
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
 from unishard_fsdp.fields import DTYPES
-from unishard_fsdp.layout import layout_of
-from unishard_fsdp.parameter_size import own_size
+from unishard_fsdp.footprint.parameter_size import own_size
+from unishard_fsdp.footprint.rows import layout_of
 
 
 def beside(

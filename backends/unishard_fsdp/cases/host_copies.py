@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from unishard.contract.kit.replicated import is_replicated
 from unishard.distributed.shard_optimizer import ShardOptimizer
 from unishard_fsdp.cases.early_gradients import EarlyGradients
-from unishard_fsdp.shards import local
-from unishard_fsdp.step_hooks import StepHooks
-from unishard_fsdp.stepped_shards import SteppedShards
+from unishard_fsdp.cases.step_hooks import StepHooks
+from unishard_fsdp.gradients.stepped_shards import SteppedShards
+from unishard_fsdp.sharding.local_shards import local
 
 Groups = list[dict[str, Any]]
 """Of an optimizer."""

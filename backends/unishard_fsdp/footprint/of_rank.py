@@ -30,9 +30,9 @@ from unishard.config.topology import Topology
 from unishard.contract.footprint import Bytes, Collective, Footprint, Working, exchanged, state_by_parameter
 from unishard.contract.kit.parameter_groups import matrices_of
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape, itemsize
-from unishard_fsdp.layout import layout_of
-from unishard_fsdp.parameter_size import own_size
-from unishard_fsdp.replicated_footprint import beside
+from unishard_fsdp.footprint.parameter_size import own_size
+from unishard_fsdp.footprint.replicated_footprint import beside
+from unishard_fsdp.footprint.rows import layout_of
 
 RESERVED = (1.05, 1.3)
 """The allocator keeps blocks of the units' sizes for each stream. A rule of thumb, not measured here: FSDP2 frees in

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from unishard_fsdp.dimensionless import parameter_named
+from unishard_fsdp.units.dimensionless import parameter_named
 
 
 def own_names(module: nn.Module) -> dict[str, None]:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from unishard.contract.units import Unit
 from unishard_deepspeed.cases.case import ZeroCase
-from unishard_deepspeed.entered_modules import is_inside, is_sharded
 from unishard_deepspeed.private.partitioned import drop, gather, remove_hooks
 from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
+from unishard_deepspeed.sharding.entered_modules import is_inside, is_sharded
 
 
 @final

@@ -19,11 +19,11 @@ from unishard.distributed.host_read import HostRead
 from unishard.distributed.shards import Shard
 from unishard.errors import ContractError, ModelError
 from unishard_fsdp import options
-from unishard_fsdp.ddp import AveragingHook
-from unishard_fsdp.placement import placement_of
-from unishard_fsdp.shards import shard_of
+from unishard_fsdp.ddp.averaging import AveragingHook
+from unishard_fsdp.gradients.torch_gradients import TorchGradients
+from unishard_fsdp.sharding.local_shards import shard_of
+from unishard_fsdp.sharding.placement import placement_of
 from unishard_fsdp.spec import FSDPSpec
-from unishard_fsdp.torch_gradients import TorchGradients
 
 
 @final

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unishard_fsdp.private import PRIVATE_API
-from unishard_fsdp.shards import local
+from unishard_fsdp.sharding.local_shards import local
 
 
 class SteppedShards(ABC):

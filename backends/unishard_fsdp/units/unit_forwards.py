@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from unishard.contract.kit.forwards import recomputes
 from unishard.distributed.nested_tensors import replace_tensors, tensors_in
 from unishard.errors import ModelError
-from unishard_fsdp.backward_order import BackwardOrder
+from unishard_fsdp.units.backward_order import BackwardOrder
 
 _requires_grad = attrgetter("requires_grad")
 """In C, since it is asked of parameters in every forward."""

@@ -1,0 +1,1 @@
+"""Bytes that a rank holds and sends. Imports no torch."""

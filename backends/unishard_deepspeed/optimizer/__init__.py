@@ -1,0 +1,1 @@
+"""What DeepSpeed's optimizer is kept from, and its state by parameter."""

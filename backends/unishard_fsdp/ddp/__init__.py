@@ -1,0 +1,1 @@
+"""DistributedDataParallel: the wrapped model, and the mean of its gradients."""

@@ -1,0 +1,1 @@
+"""Gradients in `parameter.grad`, and the update that a torch optimizer makes of them."""

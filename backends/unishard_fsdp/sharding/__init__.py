@@ -1,0 +1,1 @@
+"""How a model is sharded, and which shard this rank holds."""

@@ -1,0 +1,1 @@
+"""What is done around the forward of each sharded module."""
