@@ -21,6 +21,7 @@ class Communicator final : public c10d::Backend {
   const std::string getBackendName() const override { return as_; }
   bool supportsCoalescing() const override { return true; }
   bool supportsSplitting() const override { return false; }
+  void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
   void eagerConnectSingleDevice(at::Device device) override { bind(device.index()); }
