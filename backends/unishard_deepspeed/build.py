@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import ModuleType
 from typing import cast
 
@@ -71,35 +72,46 @@ def build(model: nn.Module, plan: RunPlan) -> ShardedModel:
     replicas = None if spec.replicas is None else replicas_of(spec.replicas, device.type)
     if spec.precision.compute == "fp16":
         allow_fp16()
-    if not spec.second_copies:
-        return _build(deepspeed, model, spec, zero, device, units, plan.optimizer, replicas)
-    with own_group():
-        return _build(deepspeed, model, spec, zero, device, units, plan.optimizer, replicas)
+    with own_group() if spec.second_copies else nullcontext():
+        if plan.optimizer is None:
+            return _frozen(deepspeed, model, spec, device, units, replicas)
+        return _trained(deepspeed, model, spec, zero, device, units, plan.optimizer, replicas)
 
 
-def _build(
+def _frozen(
+    deepspeed: ModuleType,
+    model: nn.Module,
+    spec: ZeroSpec,
+    device: torch.device,
+    units: ModelUnits,
+    replicas: Replicas | None,
+) -> ShardedModel:
+    """A model for inference at stage 3."""
+    settings = copy.deepcopy(spec.native)
+    partitioning.partition(deepspeed, model, spec, settings, device, replicas, train=False)
+    _only_named_leaves(model)
+    outputs = ListedOutputs(model, units.gathered)
+    with start.quiet():
+        engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False, mpu=replicas)
+    if replicas is not None:
+        clear_mpu()
+    hooks = _casting(model, spec.precision, units) + outputs.restore()
+    frozen = FrozenStage3(spec, engine)
+    return ZeroModel(frozen, device, hooks, _of_parameters(frozen))
+
+
+def _trained(
     deepspeed: ModuleType,
     model: nn.Module,
     spec: ZeroSpec,
     zero: type[ZeroOptimizer],
     device: torch.device,
     units: ModelUnits,
-    optimizer: OptimizerBuilder | None,
+    optimizer: OptimizerBuilder,
     replicas: Replicas | None,
 ) -> ShardedModel:
-    settings = copy.deepcopy(spec.native)
-    precision, names = spec.precision, [unit.name for unit in units.gathered]
-    if optimizer is None:
-        partitioning.partition(deepspeed, model, spec, settings, device, replicas, train=False)
-        _only_named_leaves(model)
-        outputs = ListedOutputs(model, units.gathered)
-        with start.quiet():
-            engine, *_ = deepspeed.initialize(model=model, config=settings, dist_init_required=False, mpu=replicas)
-        if replicas is not None:
-            clear_mpu()
-        hooks = _casting(model, precision, units) + outputs.restore()
-        frozen = FrozenStage3(spec, engine)
-        return ZeroModel(frozen, device, hooks, _of_parameters(frozen))
+    """A model and its updates, at any stage."""
+    settings, precision = copy.deepcopy(spec.native), spec.precision
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     listed: ListedOutputs | None = None
     if zero.gathers:
@@ -132,25 +144,34 @@ def _build(
     with torch.no_grad():
         hooks = built.restore_fp32_weights(originals)
     hooks += _casting(model, precision, units) + ([] if listed is None else listed.restore())
+    return _with_updates(built, device, hooks, units)
+
+
+def _with_updates(
+    zero: ZeroOptimizer, device: torch.device, hooks: list[RemovableHandle], units: ModelUnits
+) -> ShardedModel:
+    """Give a model the cases of its run, and what trains it. Collective."""
+    model, inner = zero.engine.module, zero.inner
     inside = [each for unit in units.conditional for each in unit.module.parameters()]
     optional = [
         *dict.fromkeys(each for each in (*inside, *filter(is_replicated, model.parameters())) if each.requires_grad)
     ]
+    names = [unit.name for unit in units.gathered]
     entered = entered_modules(model, names, [unit.name for unit in units.conditional])
     cases: list[ZeroCase] = []
     if units.conditional or optional:
-        cases.append(ConditionalModules(built, units.conditional, names, entered, optional))
-    if getattr(inner.optimizer, "steps_late", False) and built.calls_in_update() > 1:
-        cases.append(LateSteps(built))
-    cases += _of_parameters(built)
+        cases.append(ConditionalModules(zero, units.conditional, names, entered, optional))
+    if getattr(inner.optimizer, "steps_late", False) and zero.calls_in_update() > 1:
+        cases.append(LateSteps(zero))
+    cases += _of_parameters(zero)
     missing: Sequence[PrivateApi] = ()
-    if built.stale():
-        stale = StaleGradients(built)
+    if zero.stale():
+        stale = StaleGradients(zero)
         missing = stale.missing
         cases.append(stale)
-    skippable = inner.trained if built.fills_gradients else optional
-    sharded = ZeroModel(built, device, hooks, cases, entered)
-    sharded.updates = ZeroUpdates(sharded, built, skippable=skippable, missing=missing)
+    skippable = inner.trained if zero.fills_gradients else optional
+    sharded = ZeroModel(zero, device, hooks, cases, entered)
+    sharded.updates = ZeroUpdates(sharded, zero, skippable=skippable, missing=missing)
     return sharded
 
 
