@@ -35,7 +35,7 @@ def own_disk() -> Iterator[Path]:
             os.chdir(before)
 
 
-@mistake("the same with `async_save: true`: at the next save", True)
+@mistake("`checkpoint.dir` on a disk of each node with `async_save: true`: at the next save", True)
 @mistake("`checkpoint.dir` on a disk of each node", False)
 def checkpoints_on_a_disk_of_each_node(backend, in_background):
     with own_disk() as disk:

@@ -36,7 +36,7 @@ _ENVIRONMENTS = {
 @mistake("`WORLD_SIZE` set in a job script to another number than srun starts", "srun")
 @mistake("`accelerate launch --cpu --num_processes 2 train.py`", "accelerate")
 @mistake("a launcher that only numbers its processes, such as `prterun`", "pmix")
-@mistake("the same with MPICH or Intel MPI", "mpich")
+@mistake("`mpirun -n 4 python train.py` of MPICH or Intel MPI without an address", "mpich")
 @mistake("`mpirun -n 4 python train.py` without an address", "open-mpi")
 def unreadable_launcher(backend, launcher):
     environ = _ENVIRONMENTS[launcher]
@@ -138,7 +138,7 @@ def iterated_again(backend):
 
 
 @mistake("a validation without `engine.eval()` inside the training loop", 1)
-@mistake("the same inside an accumulation window", 2)
+@mistake("a validation without `engine.eval()` inside an accumulation window", 2)
 def validation_in_training_mode(backend, accumulate):
     cfg, data = config(backend, "no_shard", training={"gradient_accumulation_steps": accumulate}), samples(16)
     with prepare(cfg) as engine, warnings_raised():

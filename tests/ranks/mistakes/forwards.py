@@ -82,7 +82,7 @@ def late_hook(backend, strategy, register):
 
 
 @mistake("goes on with the next batch after an error in the forward, such as one of a broken sample", "forward")
-@mistake("the same after an error in the backward", "backward")
+@mistake("goes on with the next batch after an error in the backward", "backward")
 @in_every_strategy
 def going_on(backend, strategy, where):
     with prepare(config(backend, strategy)) as engine:
@@ -100,9 +100,7 @@ def fail():
     raise RuntimeError("no memory")
 
 
-elsewhere(
-    "the same with `engine.discard()` after it", "tests/ranks/test_forwards.py::test_a_run_goes_on_after_an_error"
-)
+elsewhere("`engine.discard()` after such an error", "tests/ranks/test_forwards.py::test_a_run_goes_on_after_an_error")
 
 
 @mistake("`requires_grad_(False)` on all of a discriminator for the generator's loss, and `True` after it")

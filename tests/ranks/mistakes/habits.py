@@ -135,8 +135,8 @@ def state_of_the_optimizer(backend, call):
 
 
 @mistake("`state_dict()` of the optimizer that was passed to `prepare`", "state_dict")
-@mistake("`load_state_dict()` of the same", "load_state_dict")
-@mistake("`add_param_group()` of the same", "add_param_group")
+@mistake("`load_state_dict()` of the optimizer that was passed to `prepare`", "load_state_dict")
+@mistake("`add_param_group()` of the optimizer that was passed to `prepare`", "add_param_group")
 def state_of_the_own_optimizer(backend, call):
     model = mlp()
     own = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -295,7 +295,7 @@ def edit_of_a_parameter(engine):
 
 
 elsewhere(
-    "the same as `model.head.weight.data.fill_(0.5)`",
+    "`model.head.weight.data.fill_(0.5)` after `prepare`",
     "tests/ranks/test_written_parameters.py::test_a_parameter_that_is_written_between_updates_is_named",
 )
 

@@ -62,7 +62,7 @@ def batch_without_backward(backend):
                 engine.step()
 
 
-@mistake("the same at the last batch of the data")
+@mistake("a `continue` that skips `engine.backward(loss)` of the last batch of the data")
 def last_batch_without_backward(backend):
     with prepare(config(backend, "no_shard", training={"gradient_accumulation_steps": 3})) as engine:
         for index, batch in enumerate(engine.batches(own_share(3))):

@@ -1,9 +1,11 @@
-"""Mistakes that people make, and what unishard does about each on both engines: the rows of docs/mistakes.md."""
+"""Mistakes that people make, and what unishard does about each on both engines: the rows of docs/mistakes.md, and of
+rarer.md beside this file."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from dev.pages.rows import rows
@@ -11,7 +13,8 @@ from dev.pages.rows import rows
 __all__ = ["ELSEWHERE", "MISTAKES", "OUTCOMES", "Mistake", "elsewhere", "mistake"]
 
 Scenario = Callable[..., Any]
-OUTCOMES: dict[str, str] = {what: outcome for _, (what, outcome) in rows("mistakes.md")}
+_PAGES = ("mistakes.md", str(Path(__file__).with_name("rarer.md")))
+OUTCOMES: dict[str, str] = {what: outcome for page in _PAGES for _, (what, outcome) in rows(page)}
 """By mistake, what comes of it: the message as `Type: text`, where `...` stands for what differs between runs; or,
 where it does no harm, what happens."""
 

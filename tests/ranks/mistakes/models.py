@@ -43,7 +43,7 @@ TIES = {"transposed": transposed, "same data": same_data, "watched": watched}
 
 
 @mistake("weights that are tied by their memory: `decoder.weight = nn.Parameter(encoder.weight.t())`", "transposed")
-@mistake("the same by `decoder.weight.data = encoder.weight.data`", "same data")
+@mistake("`decoder.weight.data = encoder.weight.data`", "same data")
 @mistake("a buffer that is a view of a weight", "watched")
 def shared_memory(backend, tie):
     for strategy in ("full_shard", "shard_grad_op", "no_shard"):

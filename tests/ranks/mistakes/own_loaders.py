@@ -43,7 +43,11 @@ LOADERS = {
 
 
 @mistake("a list or generator of batches of another size than `training.micro_batch_size`", "other batches")
-@mistake("the same where `training.global_batch_size` asks for a check", "other batch size", 4)
+@mistake(
+    "`DataLoader(batch_size=4)` where `training.micro_batch_size` is 2 and `training.global_batch_size` asks for a check",
+    "other batch size",
+    4,
+)
 @mistake("`DataLoader(batch_size=4)` where `training.micro_batch_size` is 2", "other batch size")
 @mistake("the same batches on every rank", "same batches")
 @mistake("`unishard.dataloader` prepared by Accelerate", "prepared ours")
