@@ -66,6 +66,30 @@ def gather_after(optimizer: Any) -> None:
         torch.cuda.current_stream().synchronize()
 
 
+def free_after_gathers(optimizer: Any) -> None:
+    """On CUDA: free what was gathered ahead and not used only after its gather.
+
+    In a forward DeepSpeed gathers ahead for the backward, and frees that in the next forward if no backward came, as in
+    an evaluation. It waits for such a gather on the stream that computes, but the memory is of the stream that gathers,
+    which may give it to the next gather before (runtime/zero/partitioned_param_coordinator.py,
+    _clean_inflight_param_registry).
+
+    Args:
+        optimizer: DeepSpeed's, which without training is its `DeepSpeedZeRoOffload`.
+    """
+    if not OF_STAGE_3.frees.works:
+        return
+    offload = _offload_of(optimizer)
+    coordinator, stream = offload.get_param_coordinator(), offload._DeepSpeedZeRoOffload__allgather_stream
+    free = coordinator._clean_inflight_param_registry
+
+    def free_on_stream() -> None:
+        with torch.cuda.stream(stream):
+            free()
+
+    coordinator._clean_inflight_param_registry = free_on_stream
+
+
 def remove_hooks(optimizer: Any, modules: Iterable[nn.Module]) -> None:
     """Remove DeepSpeed's hooks from some modules, so that entering them is not collective.
 

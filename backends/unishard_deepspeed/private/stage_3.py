@@ -36,6 +36,8 @@ class Stage3(ZeroOptimizer):
     def __init__(self, spec: ZeroSpec, engine: Any, inner: InnerOptimizer) -> None:
         super().__init__(spec, engine, inner)
         reduce_units_by_parameter(self.optimizer, inner.trained)
+        if torch.cuda.is_available():
+            partitioned.free_after_gathers(self.optimizer)
 
     @classmethod
     @contextmanager

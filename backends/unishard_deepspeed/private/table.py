@@ -62,6 +62,7 @@ class Cases(NamedTuple):
     stale_gradients: PrivateApi = _NOTHING
     stale_offloaded: PrivateApi = _NOTHING
     gathers: PrivateApi = _NOTHING
+    frees: PrivateApi = _NOTHING
     divisor: PrivateApi = _NOTHING
     fp16: PrivateApi = _NOTHING
     nonfinite: PrivateApi = _NOTHING
@@ -228,6 +229,16 @@ OF_STAGE_3 = Cases(
         _of(stage_3="parameter_offload", offload="_DeepSpeedZeRoOffload__allgather_stream"),
         f"{_COORDINATOR_FILE}#L606",
         "nothing: the host then waits for each update",
+    ),
+    frees=_row(
+        "frees-stage-3",
+        "A forward behind one without a backward and without a wait of the host, with full_shard on CUDA,",
+        _of(
+            offload="_DeepSpeedZeRoOffload__allgather_stream get_param_coordinator",
+            coordinator="_clean_inflight_param_registry",
+        ),
+        f"{_COORDINATOR_FILE}#L189",
+        "call torch.cuda.synchronize() before such a forward, or install a tested DeepSpeed",
     ),
     unsharded=_row(
         "unsharded-stage-3",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from unishard.distributed.shards import Shard
 from unishard_deepspeed.private import partitioned
 from unishard_deepspeed.private.table import OF_STAGE_3
 from unishard_deepspeed.private.zero_parameters import ZeroParameters
+from unishard_deepspeed.spec import ZeroSpec
 
 
 @final
@@ -19,6 +20,11 @@ class FrozenStage3(ZeroParameters):
 
     cases = OF_STAGE_3
     gathers = True
+
+    def __init__(self, spec: ZeroSpec, engine: Any) -> None:
+        super().__init__(spec, engine)
+        if torch.cuda.is_available():
+            partitioned.free_after_gathers(self.optimizer)
 
     def gather_after(self) -> None:
         """On the stream that gathers."""
