@@ -128,6 +128,14 @@ def test_every_file_takes_every_dtype(from_: str, tmp_path: Path) -> None:
                 chosen(path, open_, **{"precision.compute": value})
 
 
+def test_what_an_override_leaves_unused_is_set_aside_in_a_translation_too() -> None:
+    scaled = SCALED | {"fp16": {"enabled": True, "initial_scale_power": 10}}
+    outcome = translate(scaled, "unishard", from_="deepspeed", overrides=["precision.loss_scale=8.0"])
+    assert outcome.of(Fit.UNSUPPORTED) == []
+    (item,) = (item for item in outcome.items if item.key == "fp16.initial_scale_power")
+    assert (item.fit, item.note) == (Fit.IGNORED, "is unused with a constant loss_scale of 8")
+
+
 def test_an_open_schedule_asks_for_its_end_too_and_takes_every_name(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     opened(ANY_SCHEDULE, "hf", path)

@@ -248,7 +248,7 @@ FULL = """backend: fsdp
 logging: {to: [jsonl], dir: logs, every_steps: 5}
 scheduler: {name: cosine, total_steps: 100, warmup_steps: 3}
 optimizer: {name: adamw, lr: 0.1, betas: [0.9, 0.9]}
-checkpoint: {dir: x, every_steps: 4}
+checkpoint: {dir: x, every_steps: 4, keep_last: 2, keep_best: 1}
 """
 
 
@@ -259,6 +259,7 @@ checkpoint: {dir: x, every_steps: 4}
         ("scheduler.name=constant", "scheduler.total_steps"),
         ("optimizer.name=sgd", "optimizer.betas"),
         ("checkpoint.dir=null", "checkpoint.every_steps"),
+        ("checkpoint.keep_last=null", "checkpoint.keep_best"),
     ],
 )
 def test_what_an_override_leaves_without_a_use_is_a_note(change: str, unused: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 
 import pytest
 
@@ -126,6 +127,15 @@ def test_fields_of_another_strategy_are_reset() -> None:
     for strategy in STRATEGIES:
         assert with_strategy(cfg, "deepspeed", strategy).sharding.strategy == strategy
     assert with_strategy(cfg, "fsdp", "hybrid_shard") is cfg
+
+
+def test_what_is_reset_takes_along_what_only_it_needs_and_nothing_else() -> None:
+    files = config(offload={"params": "nvme", "nvme_path": "x", "activations": "cpu", "pin_memory": False})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a field that an override leaves unused is a note
+        offload = with_strategy(files, "deepspeed", "no_shard").offload
+    assert (offload.params, offload.nvme_path) == ("none", None)
+    assert (offload.activations, offload.pin_memory) == ("cpu", False)
 
 
 def test_a_peak_names_its_phase_and_module() -> None:

@@ -5,9 +5,10 @@ Every field does something, and no field is named after one engine's setting.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from unishard.config.activation_checkpointing import ActivationCheckpointing
 from unishard.config.checkpoint import Checkpoint
@@ -23,8 +24,8 @@ from unishard.config.profile import Profile
 from unishard.config.quantization import Quantization
 from unishard.config.relevance import OffAt
 from unishard.config.scheduler import Scheduler
-from unishard.config.section import CROSS_FIELD, Section, items_of, leaves, refuse, value_at
-from unishard.config.sharding import Sharding
+from unishard.config.section import CROSS_FIELD, Section, items_of, leaves, value_at
+from unishard.config.sharding import GATHERING, Sharding
 from unishard.config.spellings import lower
 from unishard.config.training import Training
 from unishard.errors import ConfigError, Problem
@@ -115,48 +116,39 @@ class Config(Section):
         overridden: Self = self.reader.override(self, changes)
         return overridden
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        strategy, within_group, offload = self.sharding.strategy, self.sharding.within_group, self.offload
-        problems: list[tuple[str, str]] = []
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        strategy, offload = self.sharding.strategy, self.offload
         if offload.optimizer != "none" and strategy == "no_shard":
-            message = (
-                f"{offload.optimizer} needs a sharded optimizer; choose shard_optimizer, shard_grad_op or full_shard"
+            yield (
+                "offload.optimizer",
+                f"{offload.optimizer} needs a sharded optimizer; choose shard_optimizer, shard_grad_op or full_shard",
             )
-            problems.append(("offload.optimizer", message))
-        if offload.params != "none" and within_group != "full_shard":
-            message = f"{offload.params} needs sharded parameters, not {strategy}; set sharding.strategy to full_shard"
-            problems.append(("offload.params", message))
+        if offload.params != "none" and strategy not in GATHERING:
+            yield (
+                "offload.params",
+                f"{offload.params} needs sharded parameters, not {strategy}; set sharding.strategy to full_shard",
+            )
         if offload.activations != "none" and self.activation_checkpointing == "selective":
-            message = (
+            yield (
+                "offload.activations",
                 "cpu does not reach what activation_checkpointing selective keeps inside each block, which would stay "
-                "on the device; set activation_checkpointing to full or none"
+                "on the device; set activation_checkpointing to full or none",
             )
-            problems.append(("offload.activations", message))
         if offload.activations != "none" and self.compile.mode == "full":
-            message = (
+            yield (
+                "offload.activations",
                 "cpu works on each block, and compile full makes one graph of the model that keeps everything until "
-                "its end; set compile to per_block"
+                "its end; set compile to per_block",
             )
-            problems.append(("offload.activations", message))
         if self.precision.compute == "fp16" and self.training.nonfinite == "ignore":
-            problems.append(
-                ("training.nonfinite", "ignore would apply fp16 gradients that overflowed; write skip or raise")
-            )
-        if within_group != "full_shard" and "prefetch_bucket_size" in self.communication.changed:
-            problems.append(
-                (
-                    "communication.prefetch_bucket_size",
-                    f"is unused with {strategy}, which does not prefetch; remove it or choose full_shard",
-                )
-            )
+            yield "training.nonfinite", "ignore would apply fp16 gradients that overflowed; write skip or raise"
         if self.training.loss_chunk_tokens is not None and self.compile.mode == "full":
-            message = "is not supported with compile.mode full, which compiles the loss too; write per_block"
-            problems.append(("training.loss_chunk_tokens", message))
+            yield (
+                "training.loss_chunk_tokens",
+                "is not supported with compile.mode full, which compiles the loss too; write per_block",
+            )
         if self.activation_checkpointing == []:
-            problems.append(("activation_checkpointing", "is empty; name at least one class, or write full or none"))
-        refuse(problems)
-        return self
+            yield "activation_checkpointing", "is empty; name at least one class, or write full or none"
 
 
 def expect_config(value: object) -> None:

@@ -6,11 +6,16 @@ from typing import Annotated
 
 from pydantic import Field
 
-from unishard.config.relevance import UnusedIf
+from unishard.config.relevance import OnlyWith
 from unishard.config.section import Section
+from unishard.config.sharding import GATHERING
 
-_NO_PREFETCH = UnusedIf(lambda cfg: cfg.sharding.within_group != "full_shard", "nothing is prefetched")
-_NO_CHECK = UnusedIf(lambda cfg: not cfg.communication.desync_check, "desync_check is off")
+_PREFETCHING = OnlyWith(
+    {"sharding.strategy": GATHERING},
+    "nothing is prefetched",
+    "is unused with {self.sharding.strategy}, which does not prefetch; remove it or choose full_shard",
+)
+_CHECKED = OnlyWith({"desync_check": (True,)}, "desync_check is off")
 
 
 class Communication(Section):
@@ -18,7 +23,7 @@ class Communication(Section):
 
     reduce_bucket_size: int = Field(default=25_000_000, ge=1)
     """Gradient elements reduced in one collective, on engines that use buckets."""
-    prefetch_bucket_size: Annotated[int | None, _NO_PREFETCH] = Field(default=None, ge=0)
+    prefetch_bucket_size: Annotated[int | None, _PREFETCHING] = Field(default=None, ge=0)
     """Parameter elements that may be gathered before they are used (`full_shard`). `null` for those of the next unit,
     whatever its size; 0 disables prefetching."""
     overlap: bool = Field(default=True)
@@ -31,6 +36,6 @@ class Communication(Section):
     """Whether to check that all ranks make the same collective calls: one by one in the first ten updates, then all
     calls so far where every tenth update begins, before its step, and before a save. On a mismatch, every rank raises
     an error that names each rank's call, instead of hanging."""
-    desync_timeout: Annotated[float, _NO_CHECK] = Field(default=10.0, gt=0, le=1800)
+    desync_timeout: Annotated[float, _CHECKED] = Field(default=10.0, gt=0, le=1800)
     """Seconds until that error is raised. A rank that is late outside unishard is named in a warning instead, and
     waited for."""

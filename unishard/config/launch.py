@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from unishard.config.section import Section, refuse
+from unishard.config.section import Section
 
 PORT = 29500
 """At which hosts meet where none is said, as in torchrun and Accelerate."""
@@ -81,29 +82,24 @@ class LaunchSettings(Section):
             )
         return int(value) if ":" not in str(value) else value
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems: list[tuple[str, str]] = []
+    def _problems(self) -> Iterator[tuple[str, str]]:
         if self.endpoint is not None and not re.fullmatch(r"[^\s:]+(:\d+)?|\[[0-9A-Fa-f:]+\](:\d+)?", self.endpoint):
-            problems.append(("endpoint", f"{self.endpoint!r} is not HOST:PORT; write it as head.cluster:29500"))
+            yield "endpoint", f"{self.endpoint!r} is not HOST:PORT; write it as head.cluster:29500"
         if self.rendezvous == "static" and self.min_nodes != self.max_nodes:
-            problems.append(
-                ("rendezvous", "static starts a fixed number of hosts; write c10d, or one number as launch.nodes")
-            )
+            yield "rendezvous", "static starts a fixed number of hosts; write c10d, or one number as launch.nodes"
         for name in self.environment:
             if not _NAME.fullmatch(name):
-                problems.append(
-                    ("environment", f"{name!r} is no name of a variable; write letters, digits and underscores")
-                )
+                yield "environment", f"{name!r} is no name of a variable; write letters, digits and underscores"
         for name in self.slurm:
             if name in _OWN_OPTIONS:
-                message = f"{name} follows from the other fields; " + (
-                    f"set {_OWN_OPTIONS[name]} instead"
-                    if name in ("nodes", "N")
-                    else "remove it: torchrun is the one task of each node"
+                yield (
+                    "slurm",
+                    f"{name} follows from the other fields; "
+                    + (
+                        f"set {_OWN_OPTIONS[name]} instead"
+                        if name in ("nodes", "N")
+                        else "remove it: torchrun is the one task of each node"
+                    ),
                 )
-                problems.append(("slurm", message))
             elif not re.fullmatch(r"[a-z][a-z-]*", name):
-                problems.append(("slurm", f"{name!r} is no long option of sbatch; write it as in gpus-per-node"))
-        refuse(problems)
-        return self
+                yield "slurm", f"{name!r} is no long option of sbatch; write it as in gpus-per-node"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from unishard.config.relevance import OffAt, UnusedIf
-from unishard.config.section import Section, refuse
+from unishard.config.relevance import Not, OffAt, OnlyWith
+from unishard.config.section import Section
 
-_SPLITS_NOTHING = UnusedIf(lambda cfg: not cfg.parallel.sequence.on, "samples are not split")
+_SPLIT = OnlyWith(
+    {"size": Not(1)},
+    "samples are not split",
+    "is unused with size 1, which splits nothing; remove it or set size to 2 or more",
+)
 
 
 class SequenceParallel(Section):
@@ -23,17 +28,17 @@ class SequenceParallel(Section):
 
     size: Annotated[int, OffAt(1)] = Field(default=1, ge=1)
     """Ranks that share a sample; it must divide the number of ranks. 1: each rank has its own samples."""
-    method: Annotated[Literal["auto", "ulysses", "allgather"], _SPLITS_NOTHING] = Field(default="auto")
+    method: Annotated[Literal["auto", "ulysses", "allgather"], _SPLIT] = Field(default="auto")
     """How attention sees the whole sequence.
 
     `ulysses`: by all-to-all, each rank has all positions of some heads, so the size must divide the heads; key and
     value heads are repeated where they are fewer. `allgather`: each rank has all keys and values, for any number of
     heads; positions are dealt out so that causal work is balanced. `auto`: `ulysses` where the heads divide.
     """
-    keys: Annotated[Literal["auto"] | list[str], _SPLITS_NOTHING] = Field(default="auto")
+    keys: Annotated[Literal["auto"] | list[str], _SPLIT] = Field(default="auto")
     """Keys of the tensors of a batch that are split, `[batch, sequence, ...]`; `auto` for each that is as long as the
     inputs."""
-    pad_to: Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], _SPLITS_NOTHING] = Field(default="auto")
+    pad_to: Annotated[Literal["auto"] | Annotated[int, Field(ge=1)], _SPLIT] = Field(default="auto")
     """Sequences are padded at their end to a multiple of it; `auto` for the least that can be split."""
 
     @property
@@ -46,22 +51,14 @@ class SequenceParallel(Section):
         """What the length of a sequence is padded to a multiple of, if `method` is not decided for the model."""
         return 2 * self.size if self.method == "allgather" else self.size
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems: list[tuple[str, str]] = []
-        if not self.on:
-            problems += [
-                (name, "is unused with size 1, which splits nothing; remove it or set size to 2 or more")
-                for name in ("method", "keys", "pad_to")
-                if name in self.changed
-            ]
-        elif self.pad_to != "auto" and self.pad_to % (2 * self.size):
-            message = f"is {self.pad_to}, no multiple of {2 * self.size}, which is twice the size; write one, or auto"
-            problems.append(("pad_to", message))
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        if self.on and self.pad_to != "auto" and self.pad_to % (2 * self.size):
+            yield (
+                "pad_to",
+                f"is {self.pad_to}, no multiple of {2 * self.size}, which is twice the size; write one, or auto",
+            )
         if self.keys == []:
-            problems.append(("keys", "is empty; name at least one key or write auto"))
-        refuse(problems)
-        return self
+            yield "keys", "is empty; name at least one key or write auto"
 
 
 class Parallel(Section):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from unishard.config.patterns import Pattern
-from unishard.config.relevance import OffAt, UnusedIf
-from unishard.config.section import Section, refuse
+from unishard.config.relevance import Not, OffAt, OnlyWith
+from unishard.config.section import Section
 from unishard.config.spellings import Spellings, lower
 
 _ALIASES = {
@@ -57,9 +57,17 @@ def _matmul(value: Any) -> Any:
 
 DType = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype), Spellings(tuple(_ALIASES))]
 
-_IN_FP32 = UnusedIf(lambda cfg: cfg.precision.compute == "fp32", "everything is in fp32")
-_NOT_FP16 = UnusedIf(lambda cfg: cfg.precision.compute != "fp16", "only fp16 has a loss scale")
-_CONSTANT_SCALE = UnusedIf(lambda cfg: cfg.precision.loss_scale != "dynamic", "the loss scale is constant")
+_MIXED = OnlyWith({"compute": Not("fp32")}, "everything is in fp32")
+_FP16 = OnlyWith(
+    {"compute": ("fp16",)},
+    "only fp16 has a loss scale",
+    "is unused with compute {self.compute}, which needs no loss scale; remove it or choose fp16",
+)
+_DYNAMIC_SCALE = OnlyWith(
+    {"loss_scale": ("dynamic",)},
+    "the loss scale is constant",
+    "is unused with a constant loss_scale of {self.loss_scale:g}; remove it or write loss_scale: dynamic",
+)
 
 
 class Precision(Section):
@@ -80,12 +88,12 @@ class Precision(Section):
     accumulate: DType = Field(default_factory=lambda validated: validated.get("master", "fp32"))
     """Dtype in which the gradients of an accumulation window (the micro-batches of one update) are summed. Default:
     that of `master`."""
-    cast_inputs: Annotated[bool | Annotated[list[str], Field(min_length=1)], _IN_FP32] = Field(default=True)
+    cast_inputs: Annotated[bool | Annotated[list[str], Field(min_length=1)], _MIXED] = Field(default=True)
     """Which floating-point inputs are cast to a 16-bit `compute`: `true` for all inputs of the model and the first
     argument of each unit, `false` for none, or the names of the arguments of both that are cast, as in the signatures
     of `forward`. bf16 rounds whole numbers above 256: name the other arguments to keep timesteps or positions as they
     are."""
-    keep_fp32: Annotated[Literal["auto"] | list[Pattern], _IN_FP32] = Field(default="auto")
+    keep_fp32: Annotated[Literal["auto"] | list[Pattern], _MIXED] = Field(default="auto")
     """Parameters and buffers that stay in fp32 under a 16-bit `compute`: regular expressions, matched anywhere in their
     names. A module whose parameters are all kept computes in fp32; its floating-point inputs are cast to fp32, and its
     outputs back. `auto` keeps what a transformers model names in `_keep_in_fp32_modules_strict`, and in fp16 also in
@@ -101,15 +109,15 @@ class Precision(Section):
     `tf32` rounds their factors to 10 bits, several times as fast on NVIDIA GPUs from Ampere on; `fp32` does not. `keep`
     leaves the setting as it is: torch's default is `fp32`. All models that one process prepares need the same value.
     Products in bf16 and fp16 do not change."""
-    loss_scale: Annotated[Literal["dynamic"] | Annotated[float, Field(gt=0, allow_inf_nan=False)], _NOT_FP16] = Field(
+    loss_scale: Annotated[Literal["dynamic"] | Annotated[float, Field(gt=0, allow_inf_nan=False)], _FP16] = Field(
         default="dynamic"
     )
     """Loss scale in fp16: the loss is multiplied by it before backward, and the gradients are divided by it afterwards.
     `dynamic` halves it when a gradient is not finite and doubles it after `loss_scale_growth_interval` updates in a
     row, as `torch.amp.GradScaler` does. A number is constant."""
-    initial_loss_scale: Annotated[float, _NOT_FP16, _CONSTANT_SCALE] = Field(default=65536.0, gt=0, allow_inf_nan=False)
+    initial_loss_scale: Annotated[float, _FP16, _DYNAMIC_SCALE] = Field(default=65536.0, gt=0, allow_inf_nan=False)
     """Initial value of a dynamic loss scale."""
-    loss_scale_growth_interval: Annotated[int, _NOT_FP16, _CONSTANT_SCALE] = Field(default=2000, ge=1)
+    loss_scale_growth_interval: Annotated[int, _FP16, _DYNAMIC_SCALE] = Field(default=2000, ge=1)
     """Consecutive updates without a skip after which a dynamic loss scale doubles."""
 
     @property
@@ -117,12 +125,7 @@ class Precision(Section):
         """Whether there are no fp32 master weights: the optimizer updates the weights that the model computes with."""
         return self.master == self.compute != "fp32"
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        refuse([*self._dtypes(), *self._scaling()])
-        return self
-
-    def _dtypes(self) -> Iterator[tuple[str, str]]:
+    def _problems(self) -> Iterator[tuple[str, str]]:
         if self.master not in ("fp32", self.compute):
             yield (
                 "master",
@@ -146,20 +149,3 @@ class Precision(Section):
                 f"{self.accumulate} would round the {self.compute} gradients; write fp32, or set precision.compute to "
                 f"{self.accumulate}",
             )
-
-    def _scaling(self) -> Iterator[tuple[str, str]]:
-        changed = [
-            name for name in ("loss_scale", "initial_loss_scale", "loss_scale_growth_interval") if name in self.changed
-        ]
-        for name in changed:
-            if self.compute != "fp16":
-                yield (
-                    name,
-                    f"is unused with compute {self.compute}, which needs no loss scale; remove it or choose fp16",
-                )
-            elif name != "loss_scale" and self.loss_scale != "dynamic":
-                yield (
-                    name,
-                    f"is unused with a constant loss_scale of {self.loss_scale:g}; remove it or write loss_scale: "
-                    "dynamic",
-                )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from unishard.config.paths import Directory
-from unishard.config.relevance import OffAt, UnusedIf
-from unishard.config.section import Section, refuse
+from unishard.config.relevance import Not, OffAt, OnlyWith
+from unishard.config.section import Section
+
+_PROFILED = OnlyWith(
+    {"steps": Not([])},
+    "no step is profiled",
+    "is unused without profile.steps; name the steps, or remove profile.{field}",
+)
 
 
 class Profile(Section):
@@ -18,40 +25,27 @@ class Profile(Section):
     """
 
     shorthand: ClassVar[tuple[str, ...]] = ("steps",)
-    unused_if: ClassVar[tuple[UnusedIf, ...]] = (UnusedIf(lambda cfg: not cfg.profile.steps, "no step is profiled"),)
 
     steps: Annotated[list[int], OffAt([])] = Field(default=[])
     """The optimizer steps to record, counted from 1 at the start of the training, also after a resume. Consecutive ones
     share a trace; take some after the first few, which compile and allocate. Empty: none."""
-    dir: Directory = Field(default=None)
+    dir: Annotated[Directory, _PROFILED] = Field(default=None)
     """Directory for the files: `steps-10-12.rank0.trace.json`, for chrome://tracing or ui.perfetto.dev."""
-    ranks: Literal["first", "all"] = Field(default="first")
+    ranks: Annotated[Literal["first", "all"], _PROFILED] = Field(default="first")
     """Whose steps are recorded: rank 0's, or those of each rank, in a file each."""
-    memory: bool = Field(default=False)
+    memory: Annotated[bool, _PROFILED] = Field(default=False)
     """Whether memory is recorded too. On CUDA a snapshot with the stack of each allocation,
     `steps-10-12.rank0.memory.pickle`, for pytorch.org/memory_viz; on a CPU the bytes allocated over time,
     `steps-10-12.rank0.memory.json`."""
-    shapes: bool = Field(default=False)
+    shapes: Annotated[bool, _PROFILED] = Field(default=False)
     """Whether the trace has the input shapes of each operation. The steps get slower, and the files larger."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems: list[tuple[str, str]] = []
+    def _problems(self) -> Iterator[tuple[str, str]]:
         if any(step < 1 for step in self.steps):
-            problems.append(
-                ("steps", f"counts from 1, got {min(self.steps)}; write numbers of at least 1, such as [10, 11]")
-            )
+            yield "steps", f"counts from 1, got {min(self.steps)}; write numbers of at least 1, such as [10, 11]"
         elif list(self.steps) != sorted(set(self.steps)):
-            problems.append(("steps", "must rise, without a number twice; sort them, as in [10, 11, 12]"))
+            yield "steps", "must rise, without a number twice; sort them, as in [10, 11, 12]"
         if self.dir is not None and not self.dir.strip():
-            problems.append(("dir", "is empty; write a directory, or null for none"))
+            yield "dir", "is empty; write a directory, or null for none"
         if self.steps and self.dir is None:
-            problems.append(("dir", "is missing; traces need a directory, such as runs/profile"))
-        if not self.steps:
-            unused = [field for field in ("dir", "ranks", "memory", "shapes") if field in self.changed]
-            problems += [
-                (field, f"is unused without profile.steps; name the steps, or remove profile.{field}")
-                for field in unused
-            ]
-        refuse(problems)
-        return self
+            yield "dir", "is missing; traces need a directory, such as runs/profile"

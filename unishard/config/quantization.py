@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from unishard.config.patterns import Pattern
-from unishard.config.relevance import OffAt, UnusedIf
-from unishard.config.section import Section, refuse
+from unishard.config.relevance import OffAt, OnlyWith
+from unishard.config.section import Section
 from unishard.config.spellings import Spellings, lower
 
 FOUR_BIT = ("nf4", "fp4")
 
-_NOTHING = UnusedIf(lambda cfg: cfg.quantization.type == "none", "nothing is quantized")
-_NOT_FOUR_BIT = UnusedIf(lambda cfg: cfg.quantization.type not in FOUR_BIT, "no weight is stored in 4 bits")
+_QUANTIZED = OnlyWith(
+    {"type": (*FOUR_BIT, "int8")},
+    "nothing is quantized",
+    "is unused: nothing is quantized; remove it or set type to nf4",
+)
+_FOUR_BITS = OnlyWith(
+    {"type": FOUR_BIT},
+    "no weight is stored in 4 bits",
+    "is unused with type {self.type}, which stores no weight in 4 bits; remove it or set type to nf4",
+)
 
 
 class Quantization(Section):
@@ -36,12 +44,12 @@ class Quantization(Section):
     ] = Field(default="none")
     """How a weight is stored: in 4 bits (`nf4`, `fp4`), with one fp32 scale for every 64 elements, or in 8 bits
     (`int8`, LLM.int8), with one for every row."""
-    double_quantization: Annotated[bool, OffAt(False), _NOT_FOUR_BIT] = Field(default=False)
+    double_quantization: Annotated[bool, OffAt(False), _FOUR_BITS] = Field(default=False)
     """Whether the scales of 4-bit weights are quantized too, to 8 bits: 4.13 bits an element in place of 4.5.
 
     Every rank then reads all weights once, since the mean of all scales of a weight is subtracted from them.
     """
-    skip_modules: Annotated[Literal["auto"] | list[Pattern], _NOTHING] = Field(default="auto")
+    skip_modules: Annotated[Literal["auto"] | list[Pattern], _QUANTIZED] = Field(default="auto")
     """Linear layers that are not quantized: regular expressions for parts of their names. `auto`: the head of the
     model, and what its class keeps in fp32 where it trains in fp16."""
 
@@ -49,14 +57,3 @@ class Quantization(Section):
     def on(self) -> bool:
         """Whether anything is quantized."""
         return self.type != "none"
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems: list[tuple[str, str]] = []
-        if self.double_quantization and self.type not in FOUR_BIT:
-            message = f"is unused with type {self.type}, which stores no weight in 4 bits; remove it or set type to nf4"
-            problems.append(("double_quantization", message))
-        if not self.on and "skip_modules" in self.changed:
-            problems.append(("skip_modules", "is unused: nothing is quantized; remove it or set type to nf4"))
-        refuse(problems)
-        return self

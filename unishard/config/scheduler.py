@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
-from unishard.config.relevance import UnusedIf
-from unishard.config.section import Section, refuse
+from unishard.config.relevance import Not, OnlyWith
+from unishard.config.section import Section
 from unishard.config.spellings import Spellings, lower
 
-_ENDLESS = UnusedIf(lambda cfg: not cfg.scheduler.ends, "the schedule has no end")
-_NO_WARMUP = UnusedIf(lambda cfg: not cfg.scheduler.warmup_steps, "there is no warm-up")
-_CONSTANT_RATE = UnusedIf(
-    lambda cfg: cfg.scheduler.name == "constant" and not cfg.scheduler.warmup_steps, "the rate is constant"
+_ENDING = ("linear", "cosine")
+_END = OnlyWith(
+    {"name": _ENDING},
+    "the schedule has no end",
+    "is unused with {self._whose} schedule; remove it or choose linear or cosine",
+)
+_WARMUP = OnlyWith(
+    {"warmup_steps": Not(0)},
+    "there is no warm-up",
+    "is unused without a warm-up; remove it or set scheduler.warmup_steps",
+)
+_CHANGING_RATE = OnlyWith(
+    {"name": Not("constant"), "warmup_steps": Not(0)},
+    "the rate is constant",
+    "is unused with a constant rate; remove it or set scheduler.warmup_steps",
 )
 
 
@@ -29,59 +41,37 @@ class Scheduler(Section):
     `warmup_steps` (10,000 without a warm-up), as in transformers."""
     warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the rate rises; update i uses i / warmup_steps of the range, as in transformers."""
-    warmup_type: Annotated[Literal["linear", "log"], BeforeValidator(lower), Spellings(), _NO_WARMUP] = Field(
+    warmup_type: Annotated[Literal["linear", "log"], BeforeValidator(lower), Spellings(), _WARMUP] = Field(
         default="linear"
     )
     """How it rises: linearly, or logarithmically, fast at first (`log`: update i uses ln(i + 1) / ln(warmup_steps) of
     the range, as in DeepSpeed)."""
-    warmup_start_ratio: Annotated[float, _NO_WARMUP] = Field(default=0.0, ge=0, le=1)
+    warmup_start_ratio: Annotated[float, _WARMUP] = Field(default=0.0, ge=0, le=1)
     """Rate at the start of the warm-up, as a fraction of `optimizer.lr`."""
-    delay_steps: Annotated[int, _CONSTANT_RATE] = Field(default=0, ge=0)
+    delay_steps: Annotated[int, _CHANGING_RATE] = Field(default=0, ge=0)
     """Updates at the first rate before the schedule begins. DeepSpeed's `WarmupLR` and `WarmupDecayLR` wait for one."""
-    total_steps: Annotated[int | None, _ENDLESS] = Field(default=None, ge=1)
+    total_steps: Annotated[int | None, _END] = Field(default=None, ge=1)
     """Updates until the end of the decay, including warm-up, excluding `delay_steps`; required by `linear` and
     `cosine`."""
-    min_lr_ratio: Annotated[float, _ENDLESS] = Field(default=0.0, ge=0, le=1)
+    min_lr_ratio: Annotated[float, _END] = Field(default=0.0, ge=0, le=1)
     """Rate at the end of the decay, as a fraction of `optimizer.lr`."""
 
     @property
     def ends(self) -> bool:
         """Whether the rate falls until `total_steps`; the other schedules have no end."""
-        return self.name in ("linear", "cosine")
+        return self.name in _ENDING
 
     @property
     def _whose(self) -> str:
         return f"{'an' if self.name.startswith('i') else 'a'} {self.name}"
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        problems: list[tuple[str, str]] = []
-        if not self.ends:
-            problems += [
-                (field, f"is unused with {self._whose} schedule; remove it or choose linear or cosine")
-                for field in ("total_steps", "min_lr_ratio")
-                if field in self.changed
-            ]
-        elif self.total_steps is None:
-            problems.append(("total_steps", f"is required by {self._whose} schedule; write the number of updates"))
-        elif self.warmup_steps >= self.total_steps:
-            problems.append(
-                ("warmup_steps", f"must be smaller than total_steps ({self.total_steps}), got {self.warmup_steps}")
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        if self.ends and self.total_steps is None:
+            yield "total_steps", f"is required by {self._whose} schedule; write the number of updates"
+        elif self.ends and self.total_steps is not None and self.warmup_steps >= self.total_steps:
+            yield "warmup_steps", f"must be smaller than total_steps ({self.total_steps}), got {self.warmup_steps}"
+        if self.warmup_steps == 1 and self.warmup_type == "log":
+            yield (
+                "warmup_type",
+                "log needs a warm-up of at least 2 updates; set scheduler.warmup_steps to 2 or write linear",
             )
-        if not self.warmup_steps:
-            problems += [
-                (field, "is unused without a warm-up; remove it or set scheduler.warmup_steps")
-                for field in ("warmup_type", "warmup_start_ratio")
-                if field in self.changed
-            ]
-        elif self.warmup_steps == 1 and self.warmup_type == "log":
-            problems.append(
-                (
-                    "warmup_type",
-                    "log needs a warm-up of at least 2 updates; set scheduler.warmup_steps to 2 or write linear",
-                )
-            )
-        if self.name == "constant" and not self.warmup_steps and "delay_steps" in self.changed:
-            problems.append(("delay_steps", "is unused with a constant rate; remove it or set scheduler.warmup_steps"))
-        refuse(problems)
-        return self

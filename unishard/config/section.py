@@ -8,8 +8,9 @@ import re
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, cast, get_args, get_origin
 
 from pydantic import (
@@ -25,7 +26,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
-from unishard.config.relevance import UnusedIf
+from unishard.config.relevance import OnlyWith
 from unishard.errors import ConfigError, Problem, RenamedFieldWarning
 
 CROSS_FIELD = "cross_field"
@@ -83,9 +84,6 @@ class Section(BaseModel, metaclass=_Refusing):
 
     renamed: ClassVar[Mapping[str, str]] = {}
     """Old names of fields, which are accepted for one release, and the new ones."""
-
-    unused_if: ClassVar[tuple[UnusedIf, ...]] = ()
-    """When its fields decide nothing, but for those that can be off."""
 
     reader: ClassVar[Reader]
 
@@ -157,6 +155,25 @@ class Section(BaseModel, metaclass=_Refusing):
         if not cls.shorthand or value is None or isinstance(value, Mapping | cls):
             return value
         return dict.fromkeys(cls.shorthand, value)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        refuse([*self._problems(), *self._unneeded()])
+        return self
+
+    def _unneeded(self) -> Iterator[tuple[str, str]]:
+        """The fields that were given and decide nothing."""
+        for path, needs in needs_of(type(self)).items():
+            above, _, name = path.rpartition(".")
+            section = value_at(self, above) if above else self
+            if name in section.model_fields_set:
+                unmet = [need for need in needs if need.refusal and not need.is_met(partial(value_at, self))]
+                if unmet and name in section.changed:
+                    yield path, unmet[0].refusal.format(self=self, field=name)
+
+    def _problems(self) -> Iterable[tuple[str, str]]:
+        """What is wrong with values that are right each by itself: ``(field, what; what instead)``."""
+        return ()
 
     @classmethod
     @cache  # finding the source of a class takes as long as loading a config
@@ -253,6 +270,19 @@ def leaves(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Fiel
             yield prefix + name, field
 
 
+@cache
+def needs_of(section: type[Section]) -> Mapping[str, tuple[OnlyWith, ...]]:
+    """What each field needs, all of it, as far as the section holds it; all paths begin at the section."""
+    return {
+        path: tuple(
+            need
+            for need in (mark.beside(path) for mark in field.metadata if isinstance(mark, OnlyWith))
+            if all(switch.split(".")[0] in section.model_fields for switch in need.when)
+        )
+        for path, field in leaves(section)
+    }
+
+
 def items_of(kind: Any) -> type[Section] | None:
     """The section type of a list's items; None for any other type."""
     (item,) = get_args(kind) if get_origin(kind) is list else (None,)
@@ -261,7 +291,4 @@ def items_of(kind: Any) -> type[Section] | None:
 
 def value_at(section: Section, path: str) -> Any:
     """The value at a dotted path, such as ``training.seed``."""
-    value: Any = section
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+    return attrgetter(path)(section)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from unishard.config.patterns import Pattern
-from unishard.config.relevance import OffAt, UnusedIf
-from unishard.config.section import Section, refuse
+from unishard.config.relevance import OffAt, OnlyWith
+from unishard.config.section import Section
 from unishard.config.spellings import Spellings
 
 _ALIASES = {
@@ -45,9 +45,24 @@ Strategy = Annotated[
     Spellings((*_ALIASES, "hybrid_shard_zero2", "_hybrid_shard_zero2")),
 ]
 
-_NO_GROUPS = UnusedIf(lambda cfg: not cfg.sharding.hybrid, "the strategy has no groups")
-_NO_SHARDS = UnusedIf(lambda cfg: cfg.sharding.strategy == "no_shard", "nothing is gathered")
-_WHOLE_PARAMETERS = UnusedIf(lambda cfg: cfg.sharding.within_group != "full_shard", "parameters are not sharded")
+GATHERING = ("full_shard", "hybrid_shard")
+"""The strategies that shard parameters."""
+
+_GROUPS = OnlyWith(
+    {"strategy": tuple(_WITHIN_GROUP)},
+    "the strategy has no groups",
+    "is unused with strategy {self.strategy}, which has no groups; remove it or choose hybrid_shard",
+)
+_SHARDED_PARAMETERS = OnlyWith(
+    {"strategy": GATHERING},
+    "parameters are not sharded",
+    "is unused with strategy {self.strategy}; remove it or choose full_shard",
+)
+_SHARDS = OnlyWith(
+    {"strategy": ("full_shard", "shard_grad_op", "shard_optimizer", "hybrid_shard", "hybrid_shard_grad_op")},
+    "nothing is gathered",
+    "is unused with strategy no_shard, which gathers nothing; remove it or choose full_shard",
+)
 
 
 def _several(value: Any) -> Any:
@@ -73,18 +88,18 @@ class Sharding(Section):
     `full_shard` and `shard_grad_op` within groups of `group_size` ranks, replicated across groups (FSDP HYBRID_SHARD,
     MiCS). FSDP's enum names, `ddp`, `hsdp` and `zero0` to `zero3` are accepted in any case.
     """
-    group_size: Annotated[int | None, _NO_GROUPS, BeforeValidator(_several)] = Field(default=None, ge=2)
+    group_size: Annotated[int | None, _GROUPS, BeforeValidator(_several)] = Field(default=None, ge=2)
     """Ranks in one sharding group (`hybrid_shard` and `hybrid_shard_grad_op` only); it must divide the number of ranks.
     Consecutive ranks form a group. `null` for the ranks of one node. A group of all ranks means no replication."""
-    reshard_after_forward: Annotated[bool | int, _WHOLE_PARAMETERS] = Field(default=True)
+    reshard_after_forward: Annotated[bool | int, _SHARDED_PARAMETERS] = Field(default=True)
     """Whether a unit's parameters are freed after its forward and gathered again for its backward (`full_shard`
     and `hybrid_shard` only). `false` halves the all-gathers and needs more memory. A number, such as the ranks of one
     node, keeps a shard of the gathered parameters on each of so many ranks, so that backward gathers among these only;
     it must divide the ranks that share one copy."""
-    units: Annotated[Literal["auto"] | list[str], _NO_SHARDS] = Field(default="auto")
+    units: Annotated[Literal["auto"] | list[str], _SHARDS] = Field(default="auto")
     """Modules whose parameters are gathered together: class names such as `[LlamaDecoderLayer]`, or `auto` for the
     model's repeated blocks (`_no_split_modules` of a Hugging Face model)."""
-    min_unit_params: Annotated[int, OffAt(0), _NO_SHARDS] = Field(default=0, ge=0)
+    min_unit_params: Annotated[int, OffAt(0), _SHARDS] = Field(default=0, ge=0)
     """Modules with fewer parameters than this are not units."""
     conditional_modules: Annotated[list[str], OffAt([])] = Field(default=[])
     """Classes of modules that a rank may skip in a micro-batch, entirely or partly, such as experts behind a router or
@@ -114,45 +129,17 @@ class Sharding(Section):
         """Whether each group of ranks holds a copy."""
         return self.strategy in _WITHIN_GROUP
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        changed = self.changed
-        problems: list[tuple[str, str]] = []
-        if self.strategy == "no_shard":
-            problems += [
-                (field, "is unused with strategy no_shard, which gathers nothing; remove it or choose full_shard")
-                for field in ("units", "min_unit_params")
-                if field in changed
-            ]
-        if not self.hybrid and self.group_size is not None:
-            problems.append(
-                (
-                    "group_size",
-                    f"is unused with strategy {self.strategy}, which has no groups; remove it or choose hybrid_shard",
-                )
-            )
-        if self.within_group != "full_shard" and "reshard_after_forward" in changed:
-            problems.append(
-                ("reshard_after_forward", f"is unused with strategy {self.strategy}; remove it or choose full_shard")
-            )
-        elif self.reshard_group is not None and self.reshard_group < 2:
-            problems.append(
-                (
-                    "reshard_after_forward",
-                    f"is {self.reshard_group}; write a number of ranks from 2 on, or true or false",
-                )
-            )
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        ranks = self.reshard_group
+        if ranks is not None and ranks < 2 and (self.strategy in GATHERING or ranks == 1):  # 1 equals the default, true
+            yield "reshard_after_forward", f"is {ranks}; write a number of ranks from 2 on, or true or false"
         if self.units == []:
-            problems.append(("units", "is empty; name at least one class or write auto"))
+            yield "units", "is empty; name at least one class or write auto"
         if self.units != "auto":
-            problems += [
-                (
-                    "conditional_modules",
-                    f"{name} is also in units, but a conditional module cannot be a unit; remove it from one of the "
-                    "two",
-                )
-                for name in self.conditional_modules
-                if name in self.units
-            ]
-        refuse(problems)
-        return self
+            for name in self.conditional_modules:
+                if name in self.units:
+                    yield (
+                        "conditional_modules",
+                        f"{name} is also in units, but a conditional module cannot be a unit; remove it from one of "
+                        "the two",
+                    )

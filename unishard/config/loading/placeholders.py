@@ -6,6 +6,9 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from unishard.config import Config
+from unishard.config.section import needs_of
+
 STAND_INS: Mapping[str, Any] = {
     "scheduler.total_steps": 2**40,
     "scheduler.warmup_steps": 2,
@@ -13,32 +16,9 @@ STAND_INS: Mapping[str, Any] = {
 }
 """Temporary values of undecided fields that others depend on; any other field keeps its default."""
 
-Needs = Mapping[str, tuple[Any, ...]]
+Switches = Mapping[str, tuple[Any, ...]]
 """Fields, one of which must have one of these values."""
 
-_FP16: Needs = {"precision.compute": ("fp16",)}
-_GATHERED: Needs = {"sharding.strategy": ("full_shard", "hybrid_shard")}
-_SHARDED: Needs = {
-    "sharding.strategy": ("full_shard", "shard_grad_op", "shard_optimizer", "hybrid_shard", "hybrid_shard_grad_op")
-}
-_ENDING: Needs = {"scheduler.name": ("linear", "cosine")}
-_OFFLOADED: Needs = {"offload.optimizer": ("cpu", "nvme"), "offload.params": ("cpu", "nvme")}
-_BY_FIELD: Mapping[str, Needs] = {
-    "precision.loss_scale": _FP16,
-    "precision.initial_loss_scale": _FP16,
-    "precision.loss_scale_growth_interval": _FP16,
-    "sharding.reshard_after_forward": _GATHERED,
-    "communication.prefetch_bucket_size": _GATHERED,
-    "sharding.group_size": {"sharding.strategy": ("hybrid_shard", "hybrid_shard_grad_op")},
-    "sharding.units": _SHARDED,
-    "sharding.min_unit_params": _SHARDED,
-    "quantization.double_quantization": {"quantization.type": ("nf4", "fp4")},
-    "quantization.skip_modules": {"quantization.type": ("nf4", "fp4", "int8")},
-    "scheduler.total_steps": _ENDING,
-    "scheduler.min_lr_ratio": _ENDING,
-    "offload.pin_memory": _OFFLOADED,
-    "offload.nvme_path": {"offload.params": ("nvme",), "offload.optimizer": ("nvme",)},
-}
 _OF_COMPUTE = ("precision.master", "precision.reduce", "precision.accumulate")
 _PLACEHOLDER = re.compile(r"\$\{([a-z_]+(?:\.[a-z_]+)*)\}")
 
@@ -54,11 +34,13 @@ def undecided_in(value: Any) -> str | None:
     return match.group(1) if match else None
 
 
-def needs(field: str, value: Any) -> Needs:
-    """What a value of a field needs, without which the schema refuses it; empty for nothing."""
+def needs(field: str, value: Any) -> list[Switches]:
+    """What a value of a field needs, all of it, without which the schema refuses it; nothing where no values are
+    listed.
+    """
     if field in _OF_COMPUTE and value in ("bf16", "fp16"):
-        return {"precision.compute": (value,)}
-    return _BY_FIELD.get(field, {})
+        return [{"precision.compute": (value,)}]
+    return [need.listed for need in needs_of(Config).get(field, ()) if need.refusal and need.listed]
 
 
 def stand_ins(values: Mapping[str, Any], undecided: Collection[str]) -> dict[str, Any]:
@@ -70,10 +52,9 @@ def stand_ins(values: Mapping[str, Any], undecided: Collection[str]) -> dict[str
     """
     stand_in_values = {field: value for field, value in STAND_INS.items() if field in undecided}
     for field, value in (stand_in_values | dict(values)).items():
-        wanted = needs(field, value)
-        if any(values.get(switch) in accepted for switch, accepted in wanted.items()):
-            continue
-        switch = next((switch for switch in wanted if switch in undecided), None)
-        if switch:
-            stand_in_values.setdefault(switch, wanted[switch][0])
+        for wanted in needs(field, value):
+            met = any(values.get(switch) in accepted for switch, accepted in wanted.items())
+            switch = next((switch for switch in wanted if switch in undecided), None)
+            if switch and not met:
+                stand_in_values.setdefault(switch, wanted[switch][0])
     return stand_in_values

@@ -85,7 +85,7 @@ def leave_out(data: Any, field: str) -> Any:
 
 def _unmet(field: str, value: Any, config: Config, opened: Collection[str]) -> str:
     """The values of open lines, one of which a field lacks; empty for none."""
-    wanted = {switch: accepted for switch, accepted in needs(field, value).items() if switch in opened}
+    wanted = {switch: accepted for need in needs(field, value) for switch, accepted in need.items() if switch in opened}
     if any(value_at(config, switch) in accepted for switch, accepted in wanted.items()):
         return ""
     lacks = " or ".join(f"{switch} {' or '.join(accepted)}" for switch, accepted in wanted.items())

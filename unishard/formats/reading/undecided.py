@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from unishard.config.loading.placeholders import Needs, needs
+from unishard.config.loading.placeholders import Switches, needs
 from unishard.config.nested import is_within
 from unishard.contract.entries import Entry, Undecided
 from unishard.contract.rules import Fit
@@ -39,20 +39,20 @@ def without_unused(
     return [new for entry in entries if (new := _without(entry, unused, faults, changed)) is not None]
 
 
-def _open(field: str, value: Any, fields: Mapping[str, Any], changed: Collection[str]) -> Needs:
+def _open(field: str, value: Any, fields: Mapping[str, Any], changed: Collection[str]) -> Switches:
     """What the value needs, if the document leaves that open, or an override sets it otherwise."""
     if is_within(field, changed):
         return {}
-    wanted = needs(field, value)
     return {
         switch: values
-        for switch, values in wanted.items()
+        for need in needs(field, value)
+        for switch, values in need.items()
         if isinstance(fields.get(switch), Undecided) or is_within(switch, changed)
     }
 
 
 def _without(
-    entry: Entry, unused: Mapping[str, Needs], faults: Mapping[str, str], changed: Collection[str]
+    entry: Entry, unused: Mapping[str, Switches], faults: Mapping[str, str], changed: Collection[str]
 ) -> Entry | None:
     dropped = [field for field in entry.effect.fields if field in unused]
     if not dropped:

@@ -279,9 +279,10 @@ def _comments(document: Native, undecided: Mapping[str, Undecided]) -> Iterator[
     for path, one in undecided.items():
         yield path, f"needs your decision: the value comes from {one.who}"
     for path, value in flat(document):
-        for switch, accepted in needs(path, value).items() if path not in undecided else ():
-            if switch in undecided:
-                yield path, f"only with {switch} {' or '.join(accepted)}; remove it otherwise"
+        for need in needs(path, value) if path not in undecided else ():
+            for switch, accepted in need.items():
+                if switch in undecided:
+                    yield path, f"only with {switch} {' or '.join(accepted)}; remove it otherwise"
 
 
 def plain(value: Any) -> Any:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from unishard.config import Config
+from unishard.config import Config, value_at
+from unishard.config.describe import bare
+from unishard.config.section import needs_of
+from unishard.config.sharding import GATHERING
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.footprint import Collective, Footprint
@@ -18,6 +21,7 @@ from unishard.tools.plan.activations import Activations, Segment
 from unishard.tools.plan.devices import Device
 
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard_grad_op", "hybrid_shard")
+_DEFAULTS = Config.model_construct()
 
 
 class Peak(NamedTuple):
@@ -162,22 +166,21 @@ def strategy_changes(cfg: Config, backend: str, strategy: str) -> list[str]:
 
 
 def _resets(cfg: Config, strategy: str) -> Iterator[str]:
-    sharding = cfg.sharding
-    if sharding.group_size is not None and not strategy.startswith("hybrid"):
-        yield "sharding.group_size=null"
-    if strategy not in ("full_shard", "hybrid_shard"):
-        if sharding.reshard_after_forward is not True:
-            yield "sharding.reshard_after_forward=true"
-        if "prefetch_bucket_size" in cfg.communication.changed:
-            yield "communication.prefetch_bucket_size=null"
-        if cfg.offload.params != "none":
-            yield "offload.params=none"
+    chosen: dict[str, Any] = {"sharding.strategy": strategy}
+    if strategy not in GATHERING:
+        chosen["offload.params"] = "none"
     if strategy == "no_shard":
-        yield from (f"{path}={value}" for path, value in (("sharding.units", "auto"), ("sharding.min_unit_params", 0)))
-        if cfg.offload.optimizer != "none":
-            yield "offload.optimizer=none"
-        if not cfg.offload.pin_memory:
-            yield "offload.pin_memory=true"
+        chosen["offload.optimizer"] = "none"
+
+    def value_of(path: str) -> Any:
+        return chosen.get(path, value_at(cfg, path))
+
+    for path, needs in needs_of(Config).items():
+        if any(need.refusal and not need.is_met(value_of) for need in needs):
+            chosen[path] = value_at(_DEFAULTS, path)
+    for path, value in chosen.items():
+        if path != "sharding.strategy" and value != value_at(cfg, path):
+            yield f"{path}={bare(value)}"
 
 
 def peak_of(footprint: Footprint, shape: ModelShape, activations: Activations | None) -> tuple[Peak, int]:
