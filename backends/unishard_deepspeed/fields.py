@@ -6,9 +6,8 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.config.shard_groups import shard_group_size
+from unishard.config.sharding import ZERO_STAGES
 from unishard.config.topology import Topology
-
-_STAGES = {"no_shard": 0, "shard_optimizer": 1, "shard_grad_op": 2, "full_shard": 3}
 
 UNLIMITED = 10**15
 """Elements; more than any model has."""
@@ -23,7 +22,7 @@ KEPT_OFFLOADED = (
 
 def stage_of_strategy(cfg: Config) -> int:
     """ZeRO stage that shards what the strategy names, of one group where there are groups."""
-    return _STAGES[cfg.sharding.within_group]
+    return ZERO_STAGES.index(cfg.sharding.within_group)
 
 
 def runs_as_stage_2(cfg: Config) -> bool:

@@ -13,12 +13,11 @@ from unishard.config.relevance import OffAt, OnlyWith
 from unishard.config.section import Section
 from unishard.config.spellings import Spellings
 
+ZERO_STAGES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+"""The strategy of each stage of ZeRO."""
 _ALIASES = {
     "ddp": "no_shard",
-    "zero0": "no_shard",
-    "zero1": "shard_optimizer",
-    "zero2": "shard_grad_op",
-    "zero3": "full_shard",
+    **{f"zero{stage}": strategy for stage, strategy in enumerate(ZERO_STAGES)},
     "hsdp": "hybrid_shard",
     "hybridshardzero2": "hybrid_shard_grad_op",
 }

@@ -42,6 +42,11 @@ def boolean(value: Any) -> bool:
     return _BOOLEANS[lowered]
 
 
+def is_true(value: Any) -> bool:
+    """Whether a value is one that `boolean` reads as true."""
+    return _BOOLEANS.get(str(value).strip().lower(), False)
+
+
 def number(low: float = -math.inf, high: float = math.inf) -> Convert:
     """Reads a finite number in these bounds, also from text such as `1e-5`."""
 

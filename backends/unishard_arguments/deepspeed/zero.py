@@ -7,6 +7,7 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.config.nested import Native, merge
+from unishard.config.sharding import ZERO_STAGES
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.field_rows import asked, exact, row, when_default
@@ -17,7 +18,6 @@ from unishard_arguments.deepspeed.facts import dropped, may_reach, only, quiet, 
 from unishard_deepspeed import fields
 
 _Z = "zero_optimization."
-_STAGES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 _NOT_3 = "only used at stage 3"
 _BY_TRANSFORMERS = "transformers computes it from the hidden size; affects only time and memory"
 _ONCE = 'in 0.19.8 this is an error; write {"stage": ...}'
@@ -38,20 +38,22 @@ def _stage(value: Any, document: DocumentValues) -> KeyEffect:
     if value == AUTO:
         return undecided("zero_stage of Accelerate's DeepSpeedPlugin, 2 by default", "sharding.strategy")
     stage_value = integer(0, 3)(value)
-    return KeyEffect(fields={"sharding.strategy": "hybrid_shard" if _shards(document) else _STAGES[stage_value]})
+    return KeyEffect(fields={"sharding.strategy": "hybrid_shard" if _shards(document) else ZERO_STAGES[stage_value]})
 
 
 def _whole(value: Any, document: DocumentValues) -> KeyEffect:
     """`zero_optimization` as a boolean, or as a number in old files."""
     if isinstance(value, bool):
-        return KeyEffect(note="true means stage 1, and false stage 0", fields={"sharding.strategy": _STAGES[value]})
+        return KeyEffect(note="true means stage 1, and false stage 0", fields={"sharding.strategy": ZERO_STAGES[value]})
     if value is None or isinstance(value, Mapping):
         return KeyEffect(note="is empty: stage 0", fields={"sharding.strategy": "no_shard"})
     stage_value = quiet(integer(0, 3), value)
     if stage_value is None:
         raise Unreadable(f'must be a mapping of keys, got {value!r}; write {{"stage": 3}} or another stage', value)
     return KeyEffect(
-        note=f"read as the stage; {_ONCE}", fields={"sharding.strategy": _STAGES[stage_value]}, rejected_upstream=True
+        note=f"read as the stage; {_ONCE}",
+        fields={"sharding.strategy": ZERO_STAGES[stage_value]},
+        rejected_upstream=True,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
-from unishard.contract.key_rows import boolean, integer, listed, one_of, refuses
+from unishard.contract.key_rows import boolean, integer, is_true, listed, one_of, refuses
 from unishard.contract.rules import Fit
 from unishard_arguments.fsdp.precision import PRECISION
 
@@ -209,7 +209,7 @@ def _offload_key(value: Any, document: DocumentValues) -> KeyEffect:
 
 def _pin_key(value: Any, document: DocumentValues) -> KeyEffect:
     pinned = boolean(value)
-    if str(document.get("cpu_offload")).lower() not in ("true", "1", "yes", "on"):
+    if not is_true(document.get("cpu_offload")):
         return KeyEffect(Fit.IGNORED, "nothing is offloaded")
     return KeyEffect(fields={"offload.pin_memory": pinned})
 

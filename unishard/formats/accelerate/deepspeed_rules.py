@@ -13,6 +13,7 @@ from typing import Any
 
 from unishard.config import Config
 from unishard.config.nested import Native, flat
+from unishard.config.sharding import ZERO_STAGES
 from unishard.config.topology import Topology
 from unishard.contract.fallbacks import rows
 from unishard.contract.field_rows import asked, copied, exact, left_to_script, no_key, row, when_default
@@ -34,7 +35,6 @@ from unishard.formats.accelerate.fsdp import CLASSES
 from unishard.formats.accelerate.rules import mixed
 from unishard.formats.accelerate.script import BY_SCRIPT
 
-_STAGES = {"no_shard": 0, "shard_optimizer": 1, "shard_grad_op": 2, "full_shard": 3}
 _FILE = "needs a deepspeed_config_file; write it with --to deepspeed"
 
 
@@ -89,7 +89,7 @@ _SHARDING: Mapping[str, Rule] = {
     "sharding.strategy": exact(
         "deepspeed_config.zero_stage",
         unsupported(*HYBRID, "Accelerate has no rank groups for DeepSpeed; use backend=fsdp or full_shard"),
-        to=lambda cfg, topology: _inline(zero_stage=_STAGES[cfg.sharding.strategy]),
+        to=lambda cfg, topology: _inline(zero_stage=ZERO_STAGES.index(cfg.sharding.strategy)),
     ),
     "sharding.group_size": no_key(
         "Accelerate has no rank groups for DeepSpeed; use backend=fsdp or full_shard", fit=Fit.UNSUPPORTED

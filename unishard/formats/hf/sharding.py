@@ -10,7 +10,7 @@ from typing import Any
 from unishard.config.describe import shown
 from unishard.config.topology import Topology
 from unishard.contract.entries import Entry, KeyEffect, Unreadable, left_out
-from unishard.contract.key_rows import boolean
+from unishard.contract.key_rows import boolean, is_true
 from unishard.contract.rules import Fit
 from unishard.formats.engines.block import EngineBlock, SourceKey, combined
 from unishard.formats.files.source import Source
@@ -57,7 +57,7 @@ def _words_of(value: Any) -> list[str]:
     Raises:
         Unreadable: It is neither.
     """
-    if isinstance(value, str) and value.strip().lower() not in ("true", "1", "yes", "on"):
+    if isinstance(value, str) and not is_true(value):
         return value.replace(",", " ").split()
     if isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
         return [word.strip() for word in value]

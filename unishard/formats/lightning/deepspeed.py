@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unishard.contract.entries import Entry, Key, KeyEffect, Unreadable, left_out
+from unishard.contract.key_rows import is_true
 from unishard.contract.rules import Fit
 from unishard.errors import ConfigError
 from unishard.formats.engines.block import EngineBlock, SourceKey
@@ -88,14 +89,14 @@ def _names(written: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Each key of the JSON with the arguments that decide it, of which the last has its value."""
     values = {**ARGUMENTS, **written}
     blocks = {"activation_checkpointing"}
-    if not _true(values["zero_optimization"]):
+    if not is_true(values["zero_optimization"]):
         yield "zero_optimization.stage", ("zero_optimization",)
     else:
         blocks.add("zero_optimization")
         yield from ((f"zero_optimization.{name}", (name,)) for name in _ZERO)
         yield "zero_allow_untested_optimizer", ("zero_allow_untested_optimizer",)
         for switch, (section, device, sizes) in _OFFLOADED.items():
-            if _true(values[switch]):
+            if is_true(values[switch]):
                 block = f"zero_optimization.{section}"
                 yield f"{block}.device", (switch, device)
                 yield f"{block}.pin_memory", ("pin_memory",)
@@ -106,10 +107,6 @@ def _names(written: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield from ((f"{block}.{name}", (name,)) for name in _SAME[block] if name in written and block in blocks)
     if values["logging_batch_size_per_gpu"] != "auto":
         yield "train_micro_batch_size_per_gpu", ("logging_batch_size_per_gpu",)
-
-
-def _true(value: Any) -> bool:
-    return str(value).strip().lower() in ("true", "1", "yes", "on")
 
 
 def entries_of(strategy: Strategy, precision: Entry, folder: Path | None) -> Iterator[Entry]:

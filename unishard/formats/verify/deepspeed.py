@@ -9,9 +9,9 @@ from io import StringIO
 from typing import Any
 
 from unishard.config.nested import Native, flat, nested
+from unishard.config.sharding import ZERO_STAGES
 from unishard.formats.verify.settings import AUTO, KEPT, clipping
 
-_STAGES = {0: "no_shard", 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 _SHARDS_PARAMS = 3
 _ALL = 10**15
 """Parameters that no model has: as many may stay."""
@@ -105,7 +105,7 @@ def _completed(document: Mapping[str, Any], open_: set[str], ranks: int) -> Nati
 
 def _strategy(zero: Any) -> str:
     kept = zero.stage == _SHARDS_PARAMS and min(zero.max_live_parameters, zero.max_reuse_distance) >= _ALL
-    return KEPT if kept else _STAGES.get(zero.stage, str(zero.stage))
+    return KEPT if kept else ZERO_STAGES[zero.stage]
 
 
 def _device(block: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from unishard.config.nested import Native, merge, nested
 from unishard.contract.entries import Entry, Path
+from unishard.contract.key_rows import is_true
 from unishard.contract.render import FieldResult
 from unishard.contract.rules import Fit
 from unishard.formats.names import each
@@ -57,10 +58,10 @@ def carried(reading: ReadDocument, to: str) -> dict[Path, tuple[str, Any]]:
             carried_keys[entry.path] = "", None
         elif fsdp and to in _FSDP and (name == "cpu_ram_efficient_loading" or _kind(entry)):
             carried_keys[entry.path] = _FSDP[to].format(name), _kind(entry) or entry.value
-        elif fsdp and to in _FSDP and name in _OF_ZERO and _is_on(entry.value):
+        elif fsdp and to in _FSDP and name in _OF_ZERO and is_true(entry.value):
             carried_keys[entry.path] = _FSDP[to].format(_FULL), "FULL_STATE_DICT"
         elif not fsdp and zero and to in _ZERO and (_is_full(entry) or name == _OF_ZERO[-1]):
-            carried_keys[entry.path] = _ZERO[to], _is_full(entry) or _is_on(entry.value)
+            carried_keys[entry.path] = _ZERO[to], _is_full(entry) or is_true(entry.value)
     return carried_keys if reading.config.sharding.strategy != "no_shard" else {}
 
 
@@ -81,7 +82,7 @@ def described(item: Item, carried_keys: dict[Path, tuple[str, Any]], to: str) ->
         if not key:
             return item._replace(fit=Fit.EXACT, written=(), reasons=(SAME_DEFAULT,))
         return item._replace(fit=Fit.EXACT, written=(FieldResult.held(key),), reasons=())
-    whole = _is_full(entry) or (_name(entry) in _OF_ZERO and not entry.assumed and _is_on(entry.value))
+    whole = _is_full(entry) or (_name(entry) in _OF_ZERO and not entry.assumed and is_true(entry.value))
     if item.fit is not Fit.IGNORED or not whole:
         return item
     if to == "unishard":
@@ -104,7 +105,3 @@ def _kind(entry: Entry) -> str:
 
 def _is_full(entry: Entry) -> bool:
     return _kind(entry) == "FULL_STATE_DICT"
-
-
-def _is_on(value: Any) -> bool:
-    return str(value).lower() in ("true", "1")
