@@ -87,16 +87,15 @@ CELLS = (
 def test_evaluation_and_checkpoint_read_the_same_buffers_on_every_rank(backend, strategy, how, root):
     """The ranks' own buffers, what evaluation reads, and what a load restores; and a loss of each on one batch."""
     cfg = config(backend, strategy, training={} if how is None else {"buffers": how})
-    folder = f"{root}/{backend}-{strategy}-{how}"
     with unishard.prepare(built(), cfg) as engine:
         own = of_all_ranks(trained(engine))
         engine.eval()
         loss = float(engine(**samples(99)).loss)
         read = buffers(engine)
         engine.train()
-        engine.save(folder)
+        engine.save(root)
     with unishard.prepare(built(), cfg) as engine:
-        engine.load(folder)
+        engine.load(root)
         engine.eval()
         loaded, again = buffers(engine), float(engine(**samples(99)).loss)
     assert not torch.equal(own[0]["norm.running_mean"], own[1]["norm.running_mean"])
@@ -265,7 +264,6 @@ def test_a_save_and_an_export_change_no_training_and_a_resumed_run_goes_on_as_if
 ):
     """Losses and buffers bit for bit, and what the second merge counts."""
     cfg = config(backend, strategy, training={"buffers": WAYS})
-    folder = f"{root}/{backend}-{strategy}-observed"
     runs = []
     for saves in (False, True):
         with unishard.prepare(observed(), cfg) as engine:
@@ -274,30 +272,30 @@ def test_a_save_and_an_export_change_no_training_and_a_resumed_run_goes_on_as_if
             engine.train()
             steps(engine, 2, 1)
             if saves:
-                engine.save(folder)
-                engine.export(f"{folder}-exported")
+                engine.save(root)
+                engine.export(f"{root}-exported")
             runs.append((steps(engine, 3, 2), buffers(engine)))
     with unishard.prepare(observed(), cfg) as engine:
-        engine.load(folder)
+        engine.load(root)
         runs.append((steps(engine, 3, 2), buffers(engine)))
         engine.eval()
         check_merged(buffers(engine), 5, my_rank())
     for losses, left in runs[1:]:
         assert losses == runs[0][0]
         assert all(torch.equal(left[name], value) for name, value in runs[0][1].items())
-    with safe_open(f"{folder}-exported/model.safetensors", "pt") as file:
+    with safe_open(f"{root}-exported/model.safetensors", "pt") as file:
         check_merged({name: file.get_tensor(name) for name in file.keys()}, 3, 0)  # noqa: SIM118
 
 
-def saved_by_two(folder):
+def saved_by_two(root):
     with unishard.prepare(observed(), config("fsdp", training={"buffers": WAYS})) as engine:
         steps(engine, 0, 3)
-        engine.save(folder)
+        engine.save(root)
 
 
-def loaded_by_one(backend, folder):
+def loaded_by_one(backend, root):
     with unishard.prepare(observed(), config(backend, "no_shard", training={"buffers": WAYS})) as engine:
-        engine.load(folder)
+        engine.load(root)
         return buffers(engine)
 
 

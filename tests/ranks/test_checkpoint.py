@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from harness import in_ranks, in_turn, refused, steps
+from harness import EACH, in_ranks, refused, steps
 from harness.training import ADAMW, BACKENDS, config, losses_of, my_rank, own_share, prepare, train, update
 from torch import nn
 from torch.nn import functional
@@ -58,10 +58,10 @@ WHOLE = tuple((backend, strategy) for backend in BACKENDS for strategy in ("no_s
 @in_ranks(cells=WHOLE)
 def test_a_fresh_engine_goes_on_bit_by_bit_with_what_the_user_saved(backend, strategy, root):
     """Saves in the middle of a run with dropout, goes on, and goes on again from the checkpoint in a fresh engine."""
-    cfg, place = config(backend, strategy, optimizer=ADAMW), f"{root}/{backend}-{strategy}"
+    cfg = config(backend, strategy, optimizer=ADAMW)
     with unishard.prepare(Model(1), cfg) as engine:
         train(engine, own_share(3))
-        folder = engine.save(place, state=STATE if my_rank() == 0 else {"of": "another rank"})
+        folder = engine.save(root, state=STATE if my_rank() == 0 else {"of": "another rank"})
         rest = losses_of(engine, own_share(4))
         seen = engine.module.seen.tolist()
     with unishard.prepare(Model(2), cfg) as engine:
@@ -71,7 +71,7 @@ def test_a_fresh_engine_goes_on_bit_by_bit_with_what_the_user_saved(backend, str
     assert my_rank() or engine.module.seen.tolist() == seen
     assert engine.module.again.weight is engine.module.mid.weight
     assert (resumed.step, resumed.epoch, resumed.notes) == (3, 1, ())
-    assert resumed.path == Path(place, "step-00000003")
+    assert resumed.path == Path(root, "step-00000003")
     if my_rank():
         assert resumed.state == {"of": "another rank"}
     else:
@@ -92,8 +92,7 @@ def test_a_fresh_engine_goes_on_bit_by_bit_with_what_the_user_saved(backend, str
 # -- what is refused -------------------------------------------------------------------------------
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_misuse_is_one_clear_error_and_the_engine_trains_on(backend, root):
     """Calls at the wrong time and place; each must leave an engine that trains on."""
     with prepare(config(backend, "no_shard", training={"gradient_accumulation_steps": 2})) as engine:
@@ -116,8 +115,7 @@ def test_misuse_is_one_clear_error_and_the_engine_trains_on(backend, root):
     assert refused(engine.save, root).startswith("ContractError: save was called on a closed engine")
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_what_does_not_fit_is_named_before_anything_changes(backend, root):
     """Another model, another optimizer."""
     with prepare(config(backend, optimizer=ADAMW)) as engine:
@@ -139,8 +137,7 @@ def test_what_does_not_fit_is_named_before_anything_changes(backend, root):
 # -- in the background, by itself, and before the end ----------------------------------------------
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_save_in_the_background_holds_the_moment_of_its_call(backend, root):
     """Trains on at once after a save, and compares what was saved with what was there at the call."""
     cfg = config(backend, optimizer=ADAMW, checkpoint={"dir": root, "async_save": True, "keep_last": 2})
@@ -166,8 +163,7 @@ def test_a_save_in_the_background_holds_the_moment_of_its_call(backend, root):
     assert told[0].startswith("CheckpointError: ")
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_the_config_says_when_to_save_and_what_to_keep(backend, root):
     """With the state that the loop has named."""
     cfg = config(backend, "no_shard", checkpoint={"dir": root, "every_steps": 2, "keep_last": 2, "keep_every": 4})
@@ -185,8 +181,7 @@ def test_the_config_says_when_to_save_and_what_to_keep(backend, root):
 # -- learning rates, trainability, evaluation ------------------------------------------------------
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_the_config_counts_and_what_the_loop_changed_is_as_it_was(backend, root):
     """Goes on with another learning rate in the config, with one that was set by hand, and with parameters that were
     frozen midway."""
@@ -211,8 +206,7 @@ def test_the_config_counts_and_what_the_loop_changed_is_as_it_was(backend, root)
         assert torch.equal(engine.weights.read("head.bias").cpu(), saved)
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_what_the_config_changes_of_the_loop_is_noted(backend, root):
     """Goes on with twice the accumulation, another clipping and schedule, and with the data from its beginning."""
     with prepare(config(backend, "no_shard")) as engine:

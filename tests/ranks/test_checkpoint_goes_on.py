@@ -8,10 +8,11 @@ import logging
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from harness import OTHER, caught, config, heard, in_ranks, in_turn, my_rank, own_share, prepare, refused, steps, train
+from harness import EACH, OTHER, caught, config, heard, in_ranks, my_rank, own_share, prepare, refused, steps, train
 
 from dev.ranks.interception import stopped
 from unishard.checkpoint import directory, lease, manifest, writing
@@ -19,8 +20,7 @@ from unishard.checkpoint.export import writing as exporting
 from unishard.engine.state import autosave
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_updates_and_trainability_go_on_from_the_checkpoint(backend, root):
     """Saves every third update, also after a resume; parameters that were frozen by hand train again as in the
     checkpoint."""
@@ -37,8 +37,7 @@ def test_updates_and_trainability_go_on_from_the_checkpoint(backend, root):
     assert steps(root) == [3, 4, 6, 9]
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_another_optimizer_with_the_same_state_is_told(backend, root):
     """Adam's state in AdamW, which keeps the same by the same names."""
     with prepare(config(backend, "no_shard", optimizer={"name": "adam", "lr": 0.01})) as engine:
@@ -50,8 +49,7 @@ def test_another_optimizer_with_the_same_state_is_told(backend, root):
         assert "the optimizer was Adam; using AdamW of the config" in engine.load(folder).notes
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_loss_scale_goes_on_with_its_value_and_its_count(backend, root):
     """A dynamic loss scale that has changed, one update before it changes again."""
     fp16 = {"compute": "fp16", "initial_loss_scale": 8.0, "loss_scale_growth_interval": 2}
@@ -67,12 +65,11 @@ def test_a_loss_scale_goes_on_with_its_value_and_its_count(backend, root):
         assert engine.gradients.loss_scale == 32.0
 
 
-@in_turn
-@in_ranks
-def test_minutes_count_from_the_last_save(backend, root):
+@in_ranks(cells=EACH, in_turn=True)
+def test_minutes_count_from_the_last_save(backend, root, monkeypatch):
     """Saves every two minutes of a clock that only rank 0 reads, and that a save of the loop sets back."""
     clock = [0.0]
-    autosave.time.monotonic = lambda: clock[0] if my_rank() == 0 else 0.0
+    monkeypatch.setattr(autosave, "time", SimpleNamespace(monotonic=lambda: clock[0] if my_rank() == 0 else 0.0))
     with prepare(config(backend, "no_shard", checkpoint={"dir": root, "every_minutes": 2})) as engine:
         for minute, micro_batch in enumerate(own_share(7), 1):
             clock[0] = 60.0 * minute
@@ -83,8 +80,7 @@ def test_minutes_count_from_the_last_save(backend, root):
     assert steps(root) == [2, 3, 5, 7]
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_the_second_save_of_a_step_counts_and_wrong_bits_are_found(backend, root):
     """Saves twice at one step, in the background, and looks whether every bit is as its hash says, with a manifest that
     lies."""
@@ -105,9 +101,8 @@ def test_the_second_save_of_a_step_counts_and_wrong_bits_are_found(backend, root
     assert steps(root) == [0]
 
 
-@in_turn
-@in_ranks
-def test_a_failure_in_the_background_is_raised_once_everywhere_and_logged_at_once(backend, root):
+@in_ranks(cells=EACH, in_turn=True)
+def test_a_failure_in_the_background_is_raised_once_everywhere_and_logged_at_once(backend, root, monkeypatch):
     """A save in the background fails on one rank, and the engine is closed, waited for, or used for something else."""
 
     def closed():
@@ -121,7 +116,7 @@ def test_a_failure_in_the_background_is_raised_once_everywhere_and_logged_at_onc
 
     wrong = "rank 1 could not write its shards"
     if my_rank():
-        writing.envelope_of = stopped(OSError(28, "No space left on device"))
+        monkeypatch.setattr(writing, "envelope_of", stopped(OSError(28, "No space left on device")))
     with heard(level=logging.ERROR) as lines:
         assert wrong in refused(closed)
         engine = begun()
@@ -135,8 +130,7 @@ def test_a_failure_in_the_background_is_raised_once_everywhere_and_logged_at_onc
     assert steps(f"{root}/runs") == []
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_rank_0_says_where_if_nobody_looks_whether_the_ranks_agree(backend, root):
     """Without the desync check, rank 1 is told of another directory."""
     mine = f"{root}/elsewhere{my_rank()}"
@@ -152,8 +146,7 @@ def raised(call, *arguments, **named):
     return caught(BaseException, call, *arguments, **named)
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_an_interrupt_on_one_rank_ends_the_save_on_all_and_leaves_nothing(backend, root):
     """Somebody presses Ctrl-C while rank 0 writes its tensors; an exit comes while it writes the manifest, and one
     while it exports."""
@@ -184,9 +177,8 @@ def test_an_interrupt_on_one_rank_ends_the_save_on_all_and_leaves_nothing(backen
     assert steps(folder) == [0]
 
 
-@in_turn
-@in_ranks
-def test_ctrl_c_waits_for_the_save_unless_it_is_pressed_twice(backend, root):
+@in_ranks(cells=EACH, in_turn=True)
+def test_ctrl_c_waits_for_the_save_unless_it_is_pressed_twice(backend, root, monkeypatch):
     """A real Ctrl-C on rank 1 while it writes: once, which the save outlives, and twice, where the user does not
     wait."""
     record, told = writing.envelope_of, []
@@ -194,7 +186,7 @@ def test_ctrl_c_waits_for_the_save_unless_it_is_pressed_twice(backend, root):
 
     def press(times):
         def pressing(values):
-            writing.envelope_of = record
+            monkeypatch.setattr(writing, "envelope_of", record)
             for _ in range(times):
                 os.kill(os.getpid(), signal.SIGINT)
             return record(values)
@@ -204,7 +196,7 @@ def test_ctrl_c_waits_for_the_save_unless_it_is_pressed_twice(backend, root):
     with prepare(config(backend, "no_shard")) as engine:
         for times in (1, 2):
             if my_rank():
-                writing.envelope_of = press(times)
+                monkeypatch.setattr(writing, "envelope_of", press(times))
             told.append(raised(engine.save, root, state=times))
         dist.barrier()
         assert engine.load(root).state == 1

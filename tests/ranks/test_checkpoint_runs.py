@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import OTHER, config, heard, in_ranks, in_turn, my_rank, own_share, prepare, refused, train
+from harness import EACH, OTHER, config, heard, in_ranks, my_rank, own_share, prepare, refused, train
 
 from unishard.checkpoint import finding, manifest
 
@@ -22,8 +22,7 @@ def runs(root):
     return {found.name: manifest.read(found.path).run for found in finding.checkpoints(Path(root))}
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_the_config_alone_resumes_the_newest_checkpoint_and_its_run(backend, root):
     """The same program three times, without a call that loads; the second time on the other engine, the third with a
     job killed at once."""
@@ -40,8 +39,7 @@ def test_the_config_alone_resumes_the_newest_checkpoint_and_its_run(backend, roo
     assert names(root) == ["step-00000006", "step-00000008"]
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_run_whose_last_checkpoint_is_gone_does_not_begin_again_in_silence(backend, root):
     """The last of two is deleted, then the other one renamed."""
     cfg = config(backend, "no_shard", checkpoint={"dir": root, "every_steps": 1, "on_existing": "resume"})
@@ -65,8 +63,7 @@ def test_a_run_whose_last_checkpoint_is_gone_does_not_begin_again_in_silence(bac
     )
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_new_run_beside_an_older_one_replaces_and_deletes_nothing_of_it(backend, root):
     """A new run beside an older one, with the same steps; then the older one is continued, and the newer one."""
     cfg = config(backend, "no_shard", checkpoint={"dir": root, "every_steps": 1, "keep_last": 2, "on_existing": "new"})
@@ -94,8 +91,7 @@ def test_a_new_run_beside_an_older_one_replaces_and_deletes_nothing_of_it(backen
     assert names(root) == ["step-00000003", newest.name, "step-00000004", latest]
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_loading_from_another_directory_is_a_new_run(backend, root):
     """For which the directory must be empty, or `on_existing: new`."""
     base, folder = f"{root}/base", f"{root}/branches"
@@ -124,8 +120,7 @@ def test_loading_from_another_directory_is_a_new_run(backend, root):
     assert first == "step-00000002"
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_save_into_the_directory_of_another_run_replaces_nothing(backend, root):
     """That the config does not name: what was trained is not lost, and neither is what was there."""
     saved = []
@@ -140,8 +135,7 @@ def test_a_save_into_the_directory_of_another_run_replaces_nothing(backend, root
     assert names(root) == ["step-00000001", newest]
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_run_of_an_earlier_version_is_resumed_as_one_run(backend, root):
     """Whose manifests name no run and no number."""
     cfg = config(backend, "no_shard", checkpoint={"dir": root, "every_steps": 1, "keep_last": 2})
@@ -161,8 +155,7 @@ def test_a_run_of_an_earlier_version_is_resumed_as_one_run(backend, root):
     assert names(root) == ["step-00000003", "step-00000004"]
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_the_best_checkpoint_is_kept_and_loaded(backend, root):
     """Saves with a metric after each update, which is best in the middle; a tensor on the device, and a run without
     one."""
@@ -186,8 +179,7 @@ def test_the_best_checkpoint_is_kept_and_loaded(backend, root):
         assert (engine.load("best").step, engine.load("latest").step) == (2, 4)
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_directory_that_is_none_is_told_before_the_first_update(backend):
     with prepare(config(backend, checkpoint={"dir": __file__})) as engine:
         told = refused(train, engine, own_share(1))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import heard, in_ranks, in_turn, on_ranks, refused, steps
+from harness import EACH, heard, in_ranks, in_turn, on_ranks, refused, steps
 from harness.training import ADAMW, OTHER, checked, config, losses_of, my_rank, own_share, prepare, train, update
 from torch import nn
 from torch.nn import functional
@@ -34,8 +34,7 @@ PURE = {"compute": "bf16", "master": "bf16"}
 # -- several engines in one process ----------------------------------------------------------------
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_two_engines_save_beside_each_other_and_not_in_one_directory(backend, root):
     """Both save in the background after every update, each into its own directory."""
     cfgs = [
@@ -58,8 +57,7 @@ def test_two_engines_save_beside_each_other_and_not_in_one_directory(backend, ro
     assert [steps(f"{root}/{name}") for name in "ab"] == [[1, 2, 3, 4]] * 2
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_signal_reaches_every_engine_and_is_given_back_in_any_order(backend, root):
     """Two engines wait for the same signal; the second is closed after the first, and neither is left in the way."""
     before = signal.getsignal(signal.SIGUSR1)
@@ -74,8 +72,7 @@ def test_a_signal_reaches_every_engine_and_is_given_back_in_any_order(backend, r
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-@in_turn
-@in_ranks(world=1)
+@in_ranks(world=1, cells=EACH, in_turn=True)
 def test_a_handler_of_the_script_beside_on_signal_is_said(backend, root):
     def mine(number, frame):
         came.append(number)
@@ -103,8 +100,7 @@ def test_a_handler_of_the_script_beside_on_signal_is_said(backend, root):
     assert came == []
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_load_of_a_model_that_does_not_train_leaves_the_random_numbers_alone(backend, root):
     """Beside one that trains."""
     with prepare(config(backend)) as engine:
@@ -139,8 +135,7 @@ class WideMoments(torch.optim.Optimizer):
                 parameter.add_((-group["lr"] * state["moment"]).to(parameter.dtype))
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_pure_bf16_with_wide_moments_is_the_same_to_the_bit_on_the_other_engine(backend, root):
     """From full_shard to shard_grad_op of the other engine, where ranks hold nothing of some parameters."""
 
@@ -157,8 +152,7 @@ def test_pure_bf16_with_wide_moments_is_the_same_to_the_bit_on_the_other_engine(
     assert tensors_of(folder)["optim.state.inp.weight.moment"].dtype == "float32"
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_run_in_bf16_that_goes_on_in_fp16_begins_with_a_scale(backend, root):
     with prepare(config(backend, precision="bf16")) as engine:
         folder = engine.save(root)
@@ -261,8 +255,7 @@ class Quarters(torch.optim.SGD):
                 self.state[parameter]["quarters"] = torch.empty(parameter.shape, dtype=torch.uint4)
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_state_that_cannot_be_saved_is_named_at_the_call(backend, root):
     """A state of the optimizer's own, not when it is written."""
     folder, cfg = Path(root, "none"), config(backend, "no_shard", optimizer=None)
@@ -282,8 +275,7 @@ NONSENSE = {
 }
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_manifest_that_does_not_fit_together_is_one_error_on_every_rank(backend, root):
     """Edited in ways that its own checks allow."""
     with prepare(config(backend)) as engine:
@@ -320,8 +312,7 @@ class Odd:
         return 1.0
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_scheduler_goes_on_with_all_that_it_writes_and_says_what_counts(backend, root):
     """A schedule that writes betas beside the rate, gone on with by the other engine; one with another rate; one that
     cannot be saved."""
@@ -370,8 +361,7 @@ class Grown(nn.Module):
         return MlpOutput(functional.cross_entropy(logits, labels), logits)
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_what_fits_of_a_model_that_grew_is_taken_and_the_rest_begins_anew(backend, root):
     """A model that has a layer more than the checkpoint, and then one less."""
     groups = "the parameter groups differ from the saved ones; using the learning rates of the config"
@@ -393,8 +383,7 @@ def test_what_fits_of_a_model_that_grew_is_taken_and_the_rest_begins_anew(backen
         assert len([name for name in saved if name.endswith(".step")]) == count
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_calls_at_odd_times_are_one_clear_error_and_nothing_of_a_former_load_stays(backend, root):
     """Inside `frozen`, between forward and backward, with a word that is none, with arguments that differ, after
     another load."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from harness import in_ranks, refused
+from harness import on_ranks, refused
 from harness.training import ADAMW, config, curve, everyones, losses_of, my_rank, own_share, prepare, train
 
 from dev.integrity.crashing import GRACE, MEMORY, Harness, spanning
@@ -88,7 +88,6 @@ def test_a_disk_that_runs_full_at_any_moment_is_told_and_keeps_what_was_there(ha
         assert not outcome.fault, outcome
 
 
-@in_ranks
 def fails_on_the_first_rank(root):
     """The index cannot be given its name, which only rank 0 does."""
     group, rank = start()
@@ -108,7 +107,7 @@ def fails_on_the_first_rank(root):
 
 def test_a_disk_that_fails_on_the_first_rank_alone_is_told_by_all(harness, tmp_path):
     root = shutil.copytree(harness.templates[SCENARIOS[0]], tmp_path / "root")
-    fails_on_the_first_rank(root=str(root))
+    on_ranks(fails_on_the_first_rank, str(root))
     assert found_wrong(root, SCENARIOS[0], promised=False) == ("", FOUND_BEFORE)
 
 

@@ -111,7 +111,7 @@ def test_a_fresh_engine_with_the_state_of_another_trains_on_as_that_one(strategy
         losses_of(engine, batches[: BEFORE - 1])
         engine.weights.set_trainable("late.bias", False)
         losses_of(engine, batches[BEFORE - 1 : BEFORE])
-        folder = engine.save(f"{root}/{strategy}-{variety}")
+        folder = engine.save(root)
         rest = losses_of(engine, batches[BEFORE:])
         wanted = {name: engine.weights.read(name) for name, _ in engine.module.named_parameters()}
     with prepared(4, strategy, variety) as engine:
@@ -130,7 +130,7 @@ def test_masters_whose_parameters_agree_move_as_a_whole_again(strategy, precisio
     batches = own_share(8)
     with prepare(cfg) as engine:
         losses_of(engine, batches[:BEFORE])
-        folder = engine.save(f"{root}/whole-{strategy}")
+        folder = engine.save(root)
         moment = safe_get_full_optimizer_state(engine.module.head.weight, "exp_avg").clone()
     with prepare(cfg) as engine:
         engine.weights.set_trainable("head", False)

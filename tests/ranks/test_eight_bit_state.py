@@ -76,10 +76,10 @@ def test_a_run_that_resumes_in_the_same_place_ends_with_the_same_bits(backend, s
     cfg, ends = configured(backend, strategy, EIGHT, 2, **SECTIONS[kind]), []
     with unishard.prepare(wide(), cfg) as engine:
         train(engine, batches(2, 0, BEFORE))
-        engine.save(f"{root}/{backend}-{kind}")
+        engine.save(root)
         ends.append((train(engine, batches(2, BEFORE, BEFORE + AFTER)), weights(engine)))
     with unishard.prepare(wide(), cfg) as engine:
-        notes = engine.load(f"{root}/{backend}-{kind}", verify="bits").notes
+        notes = engine.load(root, verify="bits").notes
         ends.append((train(engine, batches(2, BEFORE, BEFORE + AFTER)), weights(engine)))
     (losses, first), (again, second) = ends
     assert notes == ()
@@ -124,7 +124,7 @@ def test_a_run_goes_on_on_another_engine_and_number_of_ranks_and_with_another_ad
 def test_a_checkpoint_has_the_moments_of_adamw(backend, root):
     with unishard.prepare(wide(), configured(backend, "full_shard", EIGHT, 2)) as engine:
         train(engine, batches(2, 0, 1))
-        folder = engine.save(f"{root}/{backend}-names")
+        folder = engine.save(root)
     saved = Tensors(folder)
     moments = [saved.full(of_optimizer("blocks.0.up.weight", key)) for key in ("exp_avg", "exp_avg_sq")]
     assert {(each.shape, each.dtype) for each in moments} == {(torch.Size([97, 53]), torch.float32)}
@@ -147,7 +147,7 @@ def test_parameters_that_bitsandbytes_is_told_to_keep_in_32_bits_are_kept_so(bac
         unishard.prepare(model, cfg, PagedAdamW8bit(model.parameters())) as engine,
     ):
         train(engine, batches(2, 0, 1))
-        folder = engine.save(f"{root}/{backend}-kept")
+        folder = engine.save(root)
     assert [is_8bit(folder, f"blocks.{number}.up.weight") for number in range(3)] == [False, False, True]
     assert (my_rank() == 0) == any("not paged" in line for line in said)
 

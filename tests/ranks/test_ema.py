@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import heard, in_ranks, in_turn, on_ranks, play, refused, values
+from harness import EACH, heard, in_ranks, on_ranks, play, refused, values
 from harness.training import ADAMW, BACKENDS, DEEP, OTHER, config, own_share, prepare, train
 from safetensors.torch import load_file
 
@@ -175,8 +175,7 @@ def interrupted(backend, folder, batches, *, stops):
         return read(engine, ema)
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_run_that_prepare_resumes_continues_its_average(backend, root):
     """The second part of the run on the other engine too."""
     batches = own_share(2 * UPDATES)
@@ -215,8 +214,7 @@ MISUSE = {
 }
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_misuse_is_one_clear_error(backend):
     def says(what, call, *arguments, **named):
         assert refused(call, *arguments, **named).startswith(MISUSE[what].partition("...")[0]), what

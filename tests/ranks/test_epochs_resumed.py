@@ -53,11 +53,11 @@ def read(cfg, loaders, stop=None):
 
 @in_ranks(cells=CELLS if DEEP else CELLS[1:])
 def test_an_epoch_is_counted_where_its_loader_does_not_count_it(backend, strategy, root):
-    whole, *_ = read(configured(backend, strategy, f"{root}/{backend}/whole"), [DataLoader(rows(), 2)])
+    whole, *_ = read(configured(backend, strategy, f"{root}/whole"), [DataLoader(rows(), 2)])
     assert len(whole) == EPOCHS * BATCHES
     for kind in (StatefulDataLoader, DataLoader, in_fixed_order):
         for when, stop in STOPS.items():
-            cfg = configured(backend, strategy, f"{root}/{backend}/{kind.__name__}-{when}")
+            cfg = configured(backend, strategy, f"{root}/{kind.__name__}-{when}")
             assert read(cfg, [kind(rows(), 2)], stop)[1:] == (0, ())
             rest, first, notes = read(cfg, [kind(rows(), 2)])
             begun = stop // BATCHES * BATCHES if kind is in_fixed_order else stop

@@ -65,4 +65,4 @@ def test_training_after_an_evaluation_in_inference_mode_is_that_of_plain_torch(*
 
 @in_ranks(cells=EACH)
 def test_a_run_is_saved_loaded_and_exported_in_inference_mode(backend, root):
-    judged(backend, "full_shard", "fp32", False, f"{root}/{backend}")
+    judged(backend, "full_shard", "fp32", False, root)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from harness import BACKENDS, config, heard, in_ranks, in_turn, my_rank, own_share, prepare, refused, train, update
+from harness import BACKENDS, EACH, config, heard, in_ranks, my_rank, own_share, prepare, refused, train, update
 
 from unishard.config.topology import Topology
 from unishard.contract import registry
@@ -39,8 +39,7 @@ def close(one, other):
 # -- the engine's own values -----------------------------------------------------------------------
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_values_are_those_of_the_updates_and_training_stays_bit_equal(backend, root):
     """Five windows of two micro-batches, the last of one, with and without logs."""
     with prepare(config(backend, logging=logging(root, every=2), **WINDOWS)) as engine:
@@ -96,8 +95,7 @@ def planned_to_send(backend):
     return sum(each.sent() for each in registry.get(backend).footprint(shape, cfg, Topology(2, 2)).traffic)
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_loss_over_items_is_their_mean(backend, root):
     """Losses that are sums over items, whose counts differ between ranks; a window that is discarded."""
     with prepare(config(backend, "no_shard", logging=logging(root))) as engine:
@@ -116,8 +114,7 @@ def test_a_loss_over_items_is_their_mean(backend, root):
     ]
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_skipped_updates_are_counted(backend, root):
     with prepare(config(backend, "no_shard", logging=logging(root))) as engine:
         for turn, micro_batch in enumerate(engine.batches(own_share(3))):
@@ -129,8 +126,7 @@ def test_skipped_updates_are_counted(backend, root):
     assert found[1]["grad_norm"] is None
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_evaluations_and_saves_are_left_out_of_the_throughput_once(backend, root):
     """An evaluation and a save before the first update, and a save inside an evaluation."""
     with prepare(config(backend, "no_shard", logging=logging(root))) as engine:
@@ -147,8 +143,7 @@ def test_evaluations_and_saves_are_left_out_of_the_throughput_once(backend, root
     assert [0.1 < speed < 1e5 for speed in speeds] == [True, True]
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_language_model_has_tokens_per_second_and_flops_of_the_formula(backend, root):
     with prepare(config(backend, logging=logging(root), optimizer={"name": "adamw"}), "llama") as engine:
         train(engine, own_share(2, "llama"))
@@ -165,8 +160,7 @@ def test_a_language_model_has_tokens_per_second_and_flops_of_the_formula(backend
 # -- the user's values -----------------------------------------------------------------------------
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_own_values_stand_with_the_step_that_has_just_ended(backend, root):
     """One rank logs more than the other, an evaluation after the step of a record and its save, and values after the
     last record."""
@@ -205,8 +199,7 @@ def test_own_values_stand_with_the_step_that_has_just_ended(backend, root):
     assert "mine" in found[4]
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_values_that_are_written_nowhere_are_said_once(backend, root):
     said = []
     for sections in ({}, {"logging": {"to": []}}):
@@ -222,8 +215,7 @@ def test_values_that_are_written_nowhere_are_said_once(backend, root):
 # -- what cannot be written ------------------------------------------------------------------------
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_what_cannot_be_written_is_an_error_of_prepare(backend, root):
     Path(root, "file").touch()
     assert refused(prepare, config(backend, logging=logging(f"{root}/file/logs"))).startswith(

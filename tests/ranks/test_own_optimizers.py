@@ -179,7 +179,7 @@ def test_weights_without_a_gradient_are_averaged_with_their_copies(backend):
 
 @in_ranks(cells=(("fsdp", "no_shard"), ("deepspeed", "full_shard")))
 def test_state_that_cannot_be_saved_is_said_before_the_first_step(backend, strategy, root):
-    sections = {"optimizer": None, "checkpoint": {"dir": f"{root}/{backend}"}}
+    sections = {"optimizer": None, "checkpoint": {"dir": root}}
     message = refused(lambda: unishard.prepare(mlp(), config(backend, strategy, **sections), Tracing))
     assert "optimizer: the state of Tracing cannot be saved, and checkpoint.dir is set" in message
     with unishard.prepare(mlp(), config(backend, strategy, optimizer=None), Tracing) as engine:

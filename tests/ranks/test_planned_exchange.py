@@ -72,7 +72,7 @@ def test_planned_traffic_of_attention_is_that_of_a_run(backend, method, key_head
     training = {"micro_batch_size": ROWS, "gradient_accumulation_steps": WINDOW}
     sections = {"parallel": {"sequence": {"size": 2, "method": method}}, "activation_checkpointing": recomputation}
     cfg = config(backend, "full_shard", training=training, **sections)
-    folder = f"{root}/{key_heads}-{my_rank()}"
+    folder = f"{root}/{my_rank()}"
     llama(key_heads).save_pretrained(folder)
     sizes = PlannedModel(folder, cfg).attention
     planned = {(each.kind, each.phase): each.nbytes for each in exchanged_in(sizes, cfg, LENGTH // 2)}
@@ -134,7 +134,7 @@ MEMORY = tuple(
 def test_planned_activations_are_those_of_a_run(backend, method, recomputation, root):
     sections = {"parallel": {"sequence": {"size": 2, "method": method}}, "activation_checkpointing": recomputation}
     cfg = config(backend, "full_shard", training={"micro_batch_size": ROWS}, **sections)
-    folder = f"{root}/memory-{my_rank()}"
+    folder = f"{root}/{my_rank()}"
     llama(2).save_pretrained(folder)
     planned = PlannedModel(folder, cfg).activations(ROWS, LONG // 2, recomputation).peak
     ids = [*range(1, 31)] * LONG

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch.distributed as dist
-from harness import config, in_ranks, in_turn, my_rank, own_share, prepare, train
+from harness import EACH, config, in_ranks, my_rank, own_share, prepare, train
 
 
 def steps_in(path):
@@ -16,8 +16,7 @@ def steps_in(path):
     return sorted({name for name in names if name.startswith("ProfilerStep#")})
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_trace_holds_the_chosen_steps(backend, root):
     """Steps 2 and 3 share a trace, 5 has one of its own; step 2 is discarded once."""
     profile = {"steps": [2, 3, 5], "dir": root, "memory": True, "ranks": "all"}
@@ -45,16 +44,14 @@ def test_a_trace_holds_the_chosen_steps(backend, root):
     assert max(size for _, size in points) > 0
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_steps_that_do_not_come_leave_no_file(backend, root):
     with prepare(config(backend, profile={"steps": [9], "dir": f"{root}/none"})) as engine:
         train(engine, own_share(2))
     assert not Path(root, "none").exists()
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_steps_that_do_not_end_are_not_written_and_harm_nothing(backend, root):
     """A run that ends inside a chosen step, after one that is written; only rank 0 is traced."""
     profile = {"steps": [1, 3, 4], "dir": root, "shapes": True}

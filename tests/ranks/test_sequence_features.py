@@ -15,18 +15,17 @@ from unishard.testing import oracle
 
 def resumed(backend: str, then: int, now: int, world: int, root: str) -> None:
     """Two updates with one size, and two more with another one on the other engine."""
-    folder = f"{root}/{backend}-{then}-{now}"
     cfg = configured(backend, "full_shard", size=then).override(
         f"training.gradient_accumulation_steps={4 * then // world}"
     )
     with unishard.prepare(build("windows"), cfg) as engine:
         first = trained(engine, cfg, "windows", 2)
-        engine.save(folder)
+        engine.save(root)
     cfg = configured(OTHER[backend], "full_shard", size=now).override(
         f"training.gradient_accumulation_steps={4 * now // world}"
     )
     with unishard.prepare(build("windows"), cfg) as engine:
-        engine.load(folder, verify="bits")
+        engine.load(root, verify="bits")
         second = trained(engine, cfg, "windows", 2)
     reference, _ = expected(configured(backend, size=1), "windows", 2, updates=4)
     assert first.losses + second.losses == pytest.approx(reference.losses, rel=1e-6)
@@ -71,17 +70,16 @@ def test_a_released_model_is_as_before(backend):
 def test_a_loader_that_knows_its_own_position_is_not_given_that_of_another_share(backend, root):
     """Both ranks have read one share; without groups there would be two."""
     cfg = configured(backend).override("training.gradient_accumulation_steps=1")
-    folder = f"{root}/{backend}-shares"
     with unishard.prepare(build("windows"), cfg) as engine:
         for batch in engine.batches(StatefulDataLoader(data_for("windows"), batch_size=2)):
             engine.backward(engine(**batch).loss)
             engine.step()
             break
-        engine.save(folder)
+        engine.save(root)
     messages = {}
     for size in (2, 1):
         with unishard.prepare(build("windows"), cfg.override(f"parallel.sequence={size}")) as engine:
-            engine.load(folder)
+            engine.load(root)
             loader = StatefulDataLoader(data_for("windows"), batch_size=2)
             messages[size] = refused(lambda engine=engine, loader=loader: next(iter(engine.batches(loader))))
     assert messages[2] == "nothing"

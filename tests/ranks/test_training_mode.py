@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+from itertools import product
 
-import pytest
 import torch
-from harness import config, heard, in_ranks, in_turn, my_rank
+from harness import BACKENDS, EACH, config, heard, in_ranks, my_rank
 from torch import nn
 
 import unishard
@@ -38,9 +38,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("which", SAID)
-@in_turn
-@in_ranks
+@in_ranks(cells=tuple(product(BACKENDS, SAID)), in_turn=True)
 def test_prepare_puts_what_is_trained_in_training_mode_and_says_so_on_one_rank(backend, which):
     model = Body()
     for part in {"none": (), "all": (model,), "parts": (model.first, model.norm)}[which]:
@@ -56,8 +54,7 @@ def test_prepare_puts_what_is_trained_in_training_mode_and_says_so_on_one_rank(b
     assert said == [SAID[which] * main, SAID[which] * (main and which == "parts")]
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_part_put_in_evaluation_mode_after_prepare_stays_there(backend):
     torch.manual_seed(0)
     model = Body()
@@ -70,8 +67,7 @@ def test_a_part_put_in_evaluation_mode_after_prepare_stays_there(backend):
         assert engine.module.first.training
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_an_engine_knows_its_rank_and_prints_once(backend):
     """With a progress bar and without."""
     printed = io.StringIO()

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import caught, in_ranks, in_turn, on_ranks, play, refused, values
+from harness import EACH, caught, in_ranks, in_turn, on_ranks, play, refused, values
 from harness.training import config, everyones, my_rank, prepare, update
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -149,8 +149,7 @@ LOSES = {
 }
 
 
-@pytest.mark.parametrize(("backend", "stateful"), [("fsdp", False), ("deepspeed", True)])
-@in_ranks
+@in_ranks(cells=(("fsdp", False), ("deepspeed", True)))
 def test_a_wrapper_keeps_the_position_or_one_warning_says_what_is_lost(backend, stateful):
     """The rows before a stop in the middle of an epoch and after it, and what is left by `len`."""
     cfg, data = configured(backend), rows()
@@ -318,8 +317,7 @@ def shares():
     return everyones(0, 4, world=2)[my_rank() :: 2]
 
 
-@in_turn
-@in_ranks
+@in_ranks(cells=EACH, in_turn=True)
 def test_an_evaluation_without_engine_batches_beside_an_own_share_is_not_warned_of(backend):
     cfg, data = configured(backend), rows()
 

@@ -6,6 +6,7 @@ import collections
 import functools
 import importlib
 import inspect
+import os
 import pickle
 import sys
 import traceback
@@ -22,8 +23,8 @@ from harness.training import DEEP
 from unishard.testing import RankFailure, run_ranks
 from unishard.testing.cells import BACKENDS
 
-Scenario = Callable[..., Any]
-Scenarios = tuple[tuple[Scenario, tuple[Any, ...]], ...]
+Act = Callable[..., Any]
+Plays = tuple[tuple[Act, tuple[Any, ...]], ...]
 """Functions and their arguments."""
 
 
@@ -35,7 +36,7 @@ class Outcome(NamedTuple):
     where: str = ""
 
 
-def play(scenarios: Scenarios, world: int = 2) -> dict[tuple[Scenario, tuple[Any, ...]], list[Outcome]]:
+def play(scenarios: Plays, world: int = 2) -> dict[tuple[Act, tuple[Any, ...]], list[Outcome]]:
     """Outcomes by rank of each (function, arguments). The same scenarios are played once."""
     played = _played(scenarios, world)
     if isinstance(played, RankFailure):
@@ -44,7 +45,7 @@ def play(scenarios: Scenarios, world: int = 2) -> dict[tuple[Scenario, tuple[Any
 
 
 @functools.cache
-def _played(scenarios: Scenarios, world: int) -> list[list[Outcome]] | RankFailure:
+def _played(scenarios: Plays, world: int) -> list[list[Outcome]] | RankFailure:
     try:
         return run_ranks(world, _play, pickle.dumps(scenarios), timeout=120 + 5 * len(scenarios))
     except RankFailure as failure:
@@ -76,31 +77,38 @@ def _difference(operator: str, left: object, right: object) -> str | None:
     return "\n~".join(line.replace("\n", "\\n") for line in lines).replace("%", "%%") or None
 
 
-class _Body(NamedTuple):
-    """The function of a test that runs in the ranks, by its name, which is that of the test here."""
+class _Cell(NamedTuple):
+    """A test in the ranks with its arguments: its function by name, which is that of the test here."""
 
     module: str
     name: str
+    arguments: tuple[Any, ...]
+    root: str
 
-    def __call__(self, *arguments: Any, **named: Any) -> None:
-        getattr(importlib.import_module(self.module), self.name).body(*arguments, **named)
+    def __call__(self) -> None:
+        body = getattr(importlib.import_module(self.module), self.name).body
+        with pytest.MonkeyPatch.context() as patch:
+            offered = {"root": self.root, "monkeypatch": patch}
+            asked = {name: offered[name] for name in offered if name in inspect.signature(body).parameters}
+            if "root" in asked:
+                os.makedirs(self.root, exist_ok=True)
+            body(*self.arguments, **asked)
 
 
-_TOGETHER: dict[tuple[str, int], list[Any]] = collections.defaultdict(list)
-"""By module and number of ranks, the tests that name cells: their functions, cells, and whether they take a folder."""
+_CELLS: dict[tuple[str, int], list[_Cell]] = collections.defaultdict(list)
+"""By module and number of ranks; their roots are relative."""
 
 
-def in_ranks(
-    body: Scenario | None = None, *, world: int = 2, cells: tuple[Any, ...] = (), in_turn: bool = False
-) -> Any:
-    """Make a test of a function that runs in the ranks, and asserts there. Its fixtures must be able to travel.
+def in_ranks(body: Act | None = None, *, world: int = 2, cells: tuple[Any, ...] = ((),), in_turn: bool = False) -> Any:
+    """Make a test of a function that runs in the ranks, and asserts there.
+
+    The same ranks play all tests of a module that are chosen. A rank that raises alone leaves the others waiting, so
+    asserts stand at the end; what was broken by another test is played again alone.
 
     Args:
-        body: The function.
+        body: The function. It may take `root`, a folder of its own, and `monkeypatch`.
         world: Number of ranks.
-        cells: Arguments of which each makes a test; behind them the function may take `root`, a folder for all. The
-            same ranks play all cells that are chosen of a module: a rank must not raise alone where the others wait for
-            it, so asserts stand at the end.
+        cells: Arguments of which each makes a test.
         in_turn: Whether no engine decides what is tested: of cells that differ only in their first argument, the
             engine, one remains without `--deep`.
     """
@@ -108,35 +116,35 @@ def in_ranks(
         return functools.partial(in_ranks, world=world, cells=cells, in_turn=in_turn)
     if in_turn and not DEEP:
         cells = _of_one_engine(body.__name__, cells)
-    scenario = _Body(body.__module__, body.__qualname__)
+    every = _CELLS[body.__module__, world]
+    own = {
+        cell: _Cell(body.__module__, body.__qualname__, cell, f"{body.__module__}/{world}/{number}")
+        for number, cell in enumerate(cells, len(every))
+    }
+    every += own.values()
 
-    def alone(**fixtures: Any) -> None:
-        run_ranks(world, _assert, pickle.dumps((scenario, fixtures)))
-
-    def with_others(cell: tuple[Any, ...], request: pytest.FixtureRequest) -> None:
-        root = str(request.getfixturevalue("tmp_path_factory").getbasetemp() / body.__module__)
-        chosen = {getattr(item, "originalname", "") for item in request.session.items}
-        played = play(
-            tuple((each, (*given, *[root] * more)) for each, given, more in together if each.name in chosen), world
+    def test(request: pytest.FixtureRequest, cell: tuple[Any, ...]) -> None:
+        folder = request.getfixturevalue("tmp_path_factory").getbasetemp()
+        names = {getattr(item, "originalname", "") for item in request.session.items}
+        mine, *others = (
+            (each._replace(root=str(folder / each.root)), ()) for each in (own[cell], *every) if each.name in names
         )
-        values(played[scenario, (*cell, *[root] * takes_root)])
+        try:
+            played = play(tuple(others), world)
+        except RankFailure:
+            played = play((mine,), world)
+        values(played[mine])
 
-    takes_root = "root" in inspect.signature(body).parameters
-    together = _TOGETHER[body.__module__, world]
-    together += [(scenario, cell, takes_root) for cell in cells]
-    if cells:
-        test = functools.wraps(body, assigned=("__module__", "__name__", "__qualname__", "__doc__"))(with_others)
-        del test.__wrapped__
-        test = pytest.mark.parametrize("cell", cells, ids=lambda cell: "-".join(map(str, cell)))(test)
-    else:
-        test = functools.wraps(body)(alone)
-    test.body = body
-    return test
+    def without_arguments(request: pytest.FixtureRequest) -> None:
+        test(request, ())
 
-
-def _assert(sent: bytes) -> None:
-    body, fixtures = _read(sent)
-    body(**fixtures)
+    made: Any = without_arguments if cells == ((),) else test
+    functools.update_wrapper(made, body, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+    del made.__wrapped__  # pytest looks at the arguments of that
+    made.body = body
+    if cells == ((),):
+        return made
+    return pytest.mark.parametrize("cell", cells, ids=lambda cell: "-".join(map(str, cell)))(made)
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
@@ -146,12 +154,12 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-def on_ranks(scenario: Scenario, *arguments: Any, world: int = 2) -> list[Any]:
+def on_ranks(scenario: Act, *arguments: Any, world: int = 2) -> list[Any]:
     """What every rank returned of a scenario that is played alone."""
     return values(play(((scenario, arguments),), world)[scenario, arguments])
 
 
-def raised(scenario: Scenario, *arguments: Any, world: int = 2) -> str:
+def raised(scenario: Act, *arguments: Any, world: int = 2) -> str:
     """`Type: message` that every rank raised in a scenario that is played alone."""
     return error(play(((scenario, arguments),), world)[scenario, arguments])
 
