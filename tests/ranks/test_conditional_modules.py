@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 
 import pytest
 import torch
-from harness import BACKENDS, PAIRS, config, error, my_rank, play, values
+import torch.distributed as dist
+from harness import BACKENDS, EACH, PAIRS, Scenario, config, in_ranks, my_rank, refused
 from torch import nn
 from torch.nn import functional
 
@@ -32,30 +34,36 @@ def built(kind):
     return MODELS[kind]()
 
 
-def prepared(backend, strategy, kind, whole, **sharding):
-    return unishard.prepare(
-        built(kind), config(backend, {"strategy": strategy, "conditional_modules": [whole], **sharding})
-    )
+def prepared(backend, strategy, kind, whole, **sections):
+    sharding = {"strategy": strategy, "conditional_modules": [whole]}
+    return unishard.prepare(built(kind), config(backend, sharding, **sections))
 
 
-def units(backend, kind, whole, **sharding):
-    with prepared(backend, "full_shard", kind, whole, **sharding) as engine:
-        return engine.weights.placement().units
+@in_ranks(cells=EACH)
+def test_a_whole_unit_is_no_unit_nor_is_anything_in_it(backend):
+    for kind, whole, units in (
+        ("Mixture", "Expert", ("inp", "blocks.0", "blocks.1", "head")),
+        ("Pictures", "Tower", ("blocks.0", "blocks.1")),
+        ("Mixture", "Routed", ("inp", "head")),
+    ):
+        with prepared(backend, "full_shard", kind, whole) as engine:
+            assert engine.weights.placement().units == units
 
 
-def held(backend, strategy):
-    """Bytes of parameters on this rank between steps, as a part of all, before and after a step that only rank 1 needs
-    the tower for."""
-    with prepared(backend, strategy, "Pictures", "Tower") as engine:
-        whole = sum(parameter.numel() * 4 for parameter in built("Pictures").parameters())
+@in_ranks(cells=EACH)
+def test_between_steps_a_tower_is_sharded_like_everything_else(backend):
+    """Bytes of parameters on this rank, as a part of all, before and after a step that only rank 1 needs the tower
+    for."""
+    whole = sum(parameter.numel() * 4 for parameter in built("Pictures").parameters())
+    with prepared(backend, "full_shard", "Pictures", "Tower") as engine:
         before = engine.weights.placement().param_bytes / whole
         engine.backward(engine(**batch(picture=my_rank() == 1)).loss)
         engine.step()
-        return before, engine.weights.placement().param_bytes / whole
+        assert before == engine.weights.placement().param_bytes / whole < 0.6
 
 
-def told(backend, strategy):
-    """Warnings of a step in which one rank leaves the tower out, and whether both ranks then have the same tower."""
+@in_ranks(cells=PAIRS)
+def test_the_rank_that_leaves_it_out_updates_it_too_and_nobody_is_warned(backend, strategy):
     with prepared(backend, strategy, "Pictures", "Tower") as engine:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -63,12 +71,15 @@ def told(backend, strategy):
             engine.step()
         with torch.no_grad():
             output = engine(**batch(picture=True) | {"x": torch.ones(2, 13)}).logits
-        return [str(warning.message) for warning in caught if warning.category is UserWarning], output.tolist()
+    everyones = [output, output]
+    dist.all_gather_object(everyones, output)
+    assert torch.equal(*everyones)
+    assert [str(warning.message) for warning in caught if warning.category is UserWarning] == []
 
 
-def interrupted(backend):
-    """An evaluation that only one rank needs the tower for, between backward and step and between forward and
-    backward."""
+@in_ranks(cells=EACH)
+def test_an_evaluation_may_stand_between_backward_and_step(backend):
+    """One that only the other rank needs the tower for."""
     losses = []
     for evaluates in (False, True):
         with prepared(backend, "full_shard", "Pictures", "Tower") as engine:
@@ -80,31 +91,28 @@ def interrupted(backend):
                         engine(**batch(picture=my_rank() == 1))
                 engine.step()
                 losses.append(engine.mean(loss))
-    return losses
+    assert losses[:3] == losses[3:]
 
 
-def infinite(backend, strategy):
-    """A tower with an infinite weight that nobody uses spoils nothing."""
+@in_ranks(cells=PAIRS)
+def test_the_gradient_of_what_nobody_used_is_zero_whatever_its_value(backend, strategy):
     model = built("Pictures")
     with torch.no_grad():
         model.tower.layers[0].up.weight[0, 0] = float("inf")
     with unishard.prepare(model, config(backend, {"strategy": strategy, "conditional_modules": ["Tower"]})) as engine:
         engine.backward(engine(**batch(picture=False)).loss)
-        return engine.step().updated
+        assert engine.step().updated
 
 
-def checkpointed(backend):
-    """Experts behind a router, recomputed in blocks."""
+@in_ranks(cells=EACH)
+def test_experts_behind_a_router_may_be_recomputed(backend):
     norms = []
     for asked in ("none", "full"):
-        cfg = config(
-            backend, {"strategy": "full_shard", "conditional_modules": ["Expert"]}, activation_checkpointing=asked
-        )
-        with unishard.prepare(built("Mixture"), cfg) as engine:
+        with prepared(backend, "full_shard", "Mixture", "Expert", activation_checkpointing=asked) as engine:
             for _ in range(3):
                 engine.backward(engine(**batch(picture=False)).loss)
                 norms.append(engine.step().grad_norm)
-    return norms
+    assert norms[:3] == norms[3:]
 
 
 class Layer(nn.Module):
@@ -131,7 +139,7 @@ class Seeing(nn.Module):
         self.embedding.requires_grad_(False)
         self.layers[0].requires_grad_(False)
 
-    def forward(self, ids, image):
+    def forward(self, ids, image=None):
         x = self.embedding(ids)
         if image is not None:
             x = torch.cat([self.dropout(self.tower(image)), x[:, 2:]], 1)
@@ -140,115 +148,28 @@ class Seeing(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
 
 
-def seeing():
-    torch.manual_seed(3)
-    return Seeing()
-
-
-def seen(update, rank):
-    """A batch; only one of the ranks has an image."""
-    generator = torch.Generator().manual_seed(10 * update + rank)
+def seen(number, rank):
+    """A micro-batch; only one of the ranks has an image."""
+    generator = torch.Generator().manual_seed(10 * number + rank)
     ids, image = torch.randint(0, 16, (2, 6), generator=generator), torch.randn(2, 2, 4, generator=generator)
-    return ids, image if (update + rank) % 2 else None
+    return {"ids": ids} | ({"image": image} if (number + rank) % 2 else {})
 
 
-def before_frozen(backend, strategy):
-    """Losses and norms of updates in which each rank leaves the tower out in turn."""
-    sharding = {"strategy": strategy, "conditional_modules": ["Tower"]}
-    found = []
-    with unishard.prepare(seeing(), config(backend, sharding)) as engine:
-        for update in range(3):
-            loss = engine(*seen(update, my_rank()))
-            engine.backward(loss)
-            found.append((engine.mean(loss), engine.step().grad_norm))
-    return found
+SEEING = Scenario(Seeing, data=seen, loss=lambda model, batch: model(**batch), micro_batches=3)
 
 
-CELLS = PAIRS
-SCENARIOS = (
-    *((function, cell) for function in (told, infinite) for cell in CELLS),
-    *((function, (backend,)) for function in (interrupted, checkpointed) for backend in BACKENDS),
-    *((before_frozen, (backend, strategy)) for backend in BACKENDS for strategy in ("shard_grad_op", "full_shard")),
-    *((held, (backend, "full_shard")) for backend in BACKENDS),
-    *(
-        (units, (backend, *case))
-        for backend in BACKENDS
-        for case in (("Mixture", "Expert"), ("Pictures", "Tower"), ("Mixture", "Routed"))
-    ),
-)
-
-
-def played(function, *arguments):
-    return values(play(SCENARIOS)[function, arguments])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_whole_unit_is_no_unit_nor_is_anything_in_it(backend):
-    assert played(units, backend, "Mixture", "Expert")[0] == ("inp", "blocks.0", "blocks.1", "head")
-    assert played(units, backend, "Pictures", "Tower")[0] == ("blocks.0", "blocks.1")
-    assert played(units, backend, "Mixture", "Routed")[0] == ("inp", "head")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_between_steps_a_tower_is_sharded_like_everything_else(backend):
-    for before, after in played(held, backend, "full_shard"):
-        assert before == after < 0.6
-
-
-@pytest.mark.parametrize("cell", CELLS, ids="-".join)
-def test_the_rank_that_leaves_it_out_updates_it_too_and_nobody_is_warned(cell):
-    (warned, output), (also_warned, same) = played(told, *cell)
-    assert warned == also_warned == []
-    assert output == same
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_evaluation_may_stand_between_backward_and_step(backend):
-    for losses in played(interrupted, backend):
-        assert losses[:3] == losses[3:]
-
-
-@pytest.mark.parametrize("cell", CELLS, ids="-".join)
-def test_the_gradient_of_what_nobody_used_is_zero_whatever_its_value(cell):
-    assert played(infinite, *cell) == [True, True]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_experts_may_be_recomputed(backend):
-    for norms in played(checkpointed, backend):
-        assert norms[:3] == norms[3:]
-
-
-@pytest.mark.parametrize("strategy", ["shard_grad_op", "full_shard"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@in_ranks(cells=tuple(product(BACKENDS, ("shard_grad_op", "full_shard"))))
 def test_ranks_may_leave_out_a_tower_before_frozen_layers(backend, strategy):
-    model = seeing()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    expected = []
-    for update in range(3):
-        losses = [model(*seen(update, rank)) for rank in range(2)]
-        (sum(losses) / 2).backward()
-        trained = [each.grad for each in model.parameters() if each.grad is not None]
-        expected.append((sum(losses).item() / 2, torch.nn.utils.get_total_norm(trained).item()))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    for found in played(before_frozen, backend, strategy):
-        for (loss, norm), (wanted, wanted_norm) in zip(found, expected, strict=True):
-            assert loss == pytest.approx(wanted, rel=1e-6)
-            assert norm == pytest.approx(wanted_norm, rel=1e-5)
+    SEEING.judge(config(backend, {"strategy": strategy, "conditional_modules": ["Tower"]}))
 
 
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def refused(strategy):
-    prepared("fsdp", strategy, "Pictures", "VisionTower").close()
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
+@in_ranks(cells=(("no_shard",), ("full_shard",)))
 def test_a_class_that_is_not_there_is_refused(strategy):
-    raised = error(play(((refused, ("no_shard",)), (refused, ("full_shard",))))[refused, (strategy,)])
-    assert raised.startswith(
+    said = refused(prepared, "fsdp", strategy, "Pictures", "VisionTower")
+    assert said.startswith(
         "ModelError: sharding.conditional_modules: no module of class VisionTower in Pictures; did you mean Tower? Its"
     )
 

@@ -3,30 +3,17 @@ in an attribute, or as a weight of the module."""
 
 from __future__ import annotations
 
-from functools import cache
+from itertools import product
 
 import pytest
 import torch
-from harness import (
-    assert_conforms,
-    curve,
-    in_ranks,
-    my_rank,
-    own_share,
-    play,
-    refused,
-    tolerance,
-    train,
-    values,
-    windows,
-)
-from harness.training import MICRO_BATCHES, SPANNING, UPDATES, config, configured
+from harness import BACKENDS, Scenario, in_ranks, own_share, refused
+from harness.training import SPANNING, config, configured
 from mistakes.forwards import WIDTH, Block
 from torch import nn
 from torch.nn import functional
 
 import unishard
-from unishard.testing import oracle
 
 IN, CLASSES = 13, 11
 
@@ -59,7 +46,6 @@ class Model(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        torch.manual_seed(5)
         self.kind = kind
         self.stem, self.head = nn.Linear(IN, WIDTH), nn.Linear(WIDTH, CLASSES)
         made = {"attribute": WithAttribute, "no units": nn.Identity}.get(kind, Prompt)
@@ -88,39 +74,19 @@ def sharding(kind, strategy):
     return strategy if strategy == "no_shard" else {"strategy": strategy, "units": units.get(kind, ["Prompt"])}
 
 
-def trained(kind, backend, strategy, precision):
-    with unishard.prepare(Model(kind), configured(backend, sharding(kind, strategy), precision)) as engine:
-        return curve(train(engine, own_share(MICRO_BATCHES)))
+@in_ranks(cells=CELLS)
+def test_they_are_trained(kind, backend, strategy, precision):
+    Scenario(Model, (kind,)).judge(configured(backend, sharding(kind, strategy), precision))
 
 
-@cache
-def wanted(kind, precision):
-    return oracle.train(Model(kind), windows(updates=UPDATES), configured("fsdp", "full_shard", precision), world=2)
-
-
-@pytest.mark.parametrize("cell", CELLS, ids="-".join)
-def test_they_are_trained(cell):
-    kind, *engine = cell
-    for found in values(play(tuple((trained, each) for each in CELLS))[trained, cell]):
-        assert_conforms(found, wanted(kind, engine[-1]), tolerance(*engine))
-
-
-def evaluated(backend, train_):
+@in_ranks(cells=tuple(product(BACKENDS, (True, False))))
+def test_a_returned_weight_is_there_in_evaluation(backend, train):
     """A unit's own weight, in a forward without a graph."""
-    cfg = config(backend, sharding("view", "full_shard"))
-    with unishard.prepare(Model("view"), cfg, train=train_) as engine:
+    view, batch = Scenario(Model, ("view",)), own_share(1)[0]
+    with unishard.prepare(view.built(), config(backend, sharding("view", "full_shard")), train=train) as engine:
         engine.eval()
-        return engine(**own_share(1)[0]).loss.item(), my_rank()
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
-@pytest.mark.parametrize("train_", [True, False])
-def test_a_returned_weight_is_there_in_evaluation(backend, train_):
-    cells = tuple((evaluated, (each, way)) for each in ("fsdp", "deepspeed") for way in (True, False))
-    for loss, rank in values(play(cells)[evaluated, (backend, train_)]):
-        with torch.no_grad():
-            batch = windows()[0][rank]
-            assert loss == pytest.approx(Model("view")(**batch).loss.item(), rel=1e-6)
+        loss = engine(**batch).loss.item()
+    assert loss == pytest.approx(view.built()(**batch).loss.item(), rel=1e-6)
 
 
 class Judge(nn.Sequential):

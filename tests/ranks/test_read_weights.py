@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import product
 
 import pytest
 import torch
-from harness import BACKENDS, EACH, config, in_ranks, my_rank, play, refused, values
+from harness import BACKENDS, EACH, Scenario, config, in_ranks, refused
 from mistakes.forwards import WIDTH, Block
 from torch import nn
 from torch.nn.utils import parameters_to_vector
@@ -23,7 +22,6 @@ class Scaled(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(3)
         self.layers = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(WIDTH, 1)
 
@@ -57,22 +55,32 @@ WHOLE = {
 """Each of a model."""
 
 
-def inputs(rank):
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+def inputs(number, rank):
+    return {"x": torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))}
 
 
-def read(backend, strategy, train=True):
+def reading(name=None):
+    return Scenario(Scaled, data=inputs, loss=lambda model, batch: model(**batch, read=name), micro_batches=3)
+
+
+MODEL, NAMES = reading(), ("norm", "mean", "sizes")
+
+
+@in_ranks(cells=tuple((*cell, train) for cell in CELLS for train in (True, False)))
+def test_numbers_outside_a_forward_are_those_of_the_whole_weight(backend, strategy, train):
     """Before and after an update."""
-    with unishard.prepare(Scaled(), config(backend, strategy), train=train) as engine:
+    with unishard.prepare(MODEL.built(), config(backend, strategy), train=train) as engine:
         found = [all_of(engine.module)]
         if train:
-            engine.backward(engine(inputs(engine.rank)))
+            engine.backward(engine(**inputs(0, engine.rank)))
             found.append(all_of(engine.module))
             engine.step()
         plain = Scaled()
         plain.load_state_dict(engine.weights.state_dict(all_ranks=True))
         assert engine.module.head.weight.grad is None
-        return [*found, all_of(engine.module)], [all_of(Scaled())] * len(found) + [all_of(plain)]
+        right = [all_of(MODEL.built())] * len(found) + [all_of(plain)]
+        found.append(all_of(engine.module))
+    assert found == [pytest.approx(each, rel=1e-5) for each in right]
 
 
 def all_of(model):
@@ -80,67 +88,22 @@ def all_of(model):
     return named | {f"model: {name}": act(model) for name, act in WHOLE.items()}
 
 
-@pytest.mark.parametrize("train", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("cell", CELLS, ids="-".join)
-def test_numbers_outside_a_forward_are_those_of_the_whole_weight(cell, train):
-    for found, right in values(play(SCENARIOS)[read, (*cell, train)]):
-        assert found == [pytest.approx(each, rel=1e-5) for each in right]
-
-
-def trained(backend, strategy, name):
-    with unishard.prepare(Scaled(), config(backend, strategy)) as engine:
-        losses = []
-        for _ in range(3):  # in the later ones, stage 3 gathers ahead
-            losses.append(engine(inputs(engine.rank), name))
-            engine.backward(losses[-1])
-            engine.step()
-        return [engine.mean(loss) for loss in losses]
-
-
-@cache
-def plain(name):
-    model = Scaled()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    found = []
-    for _ in range(3):
-        loss = sum(model(inputs(rank), name) for rank in range(2)) / 2
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
-
-
-def refused_in_forward(backend, strategy, name):
-    with unishard.prepare(Scaled(), config(backend, strategy)) as engine:
-        return refused(engine, inputs(engine.rank), name)
-
-
-READING = tuple(cell for cell in CELLS if cell != ("deepspeed", "full_shard"))
-SCENARIOS = (
-    *((read, (*cell, train)) for cell in CELLS for train in (True, False)),
-    *((trained, (*cell, name)) for cell in READING for name in ("norm", "mean", "sizes")),
-    *((refused_in_forward, ("deepspeed", "full_shard", name)) for name in ("norm", "mean", "sizes")),
-)
-
-
-@pytest.mark.parametrize("name", ["norm", "mean", "sizes"])
+@in_ranks(cells=tuple((name,) for name in NAMES))
 def test_a_forward_that_reads_a_weight_of_another_module_is_refused_at_stage_3(name):
-    for said in values(play(SCENARIOS)[refused_in_forward, ("deepspeed", "full_shard", name)]):
-        assert "engine.weights.unsharded" in said
+    with unishard.prepare(MODEL.built(), config("deepspeed", "full_shard")) as engine:
+        said = refused(engine, **inputs(0, engine.rank), read=name)
+    assert "engine.weights.unsharded" in said
 
 
-@pytest.mark.parametrize("name", ["norm", "mean", "sizes"])
-@pytest.mark.parametrize("cell", READING, ids="-".join)
-def test_a_forward_that_reads_them_trains_as_plain_torch(cell, name):
-    for found in values(play(SCENARIOS)[trained, (*cell, name)]):
-        assert found == pytest.approx(plain(name), rel=1e-5)
+@in_ranks(cells=tuple((*cell, name) for cell in CELLS if cell != ("deepspeed", "full_shard") for name in NAMES))
+def test_a_forward_that_reads_them_trains_as_plain_torch(backend, strategy, name):
+    reading(name).judge(config(backend, strategy))
 
 
 def said_of(backend, act):
     """The error that ends a run, with its notes."""
     try:
-        with unishard.prepare(Scaled(), config(backend)) as engine:
+        with unishard.prepare(MODEL.built(), config(backend)) as engine:
             act(engine)
     except RuntimeError as error:
         return " ".join((str(error), *getattr(error, "__notes__", ())))
@@ -152,7 +115,7 @@ def said_of(backend, act):
 @in_ranks(cells=EACH)
 def test_what_a_backend_cannot_read_names_what_to_write(backend):
     def in_the_loss(engine):
-        engine.backward(engine(inputs(my_rank())) + engine.module.layers[0].up.weight.square().sum())
+        engine.backward(engine(**inputs(0, engine.rank)) + engine.module.layers[0].up.weight.square().sum())
 
     said = [
         said_of(backend, lambda engine: engine.module.layers[0].up.weight.tolist()),

@@ -2,53 +2,32 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-import pytest
 import torch
-from harness import assert_conforms, curve, error, own_share, play, prepare, tolerance, train, values, windows
-from harness.training import ACCUMULATION, DEEP, MICRO_BATCHES, SPANNING, UPDATES, config, configured, everyones
+from harness import Scenario, assert_conforms, curve, in_ranks, own_share, prepare, refused, tolerance, train
+from harness.training import ACCUMULATION, DEEP, MICRO_BATCHES, SPANNING, UPDATES, config, configured
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils.parametrize import register_parametrization
 
 import unishard
-from unishard.testing import oracle
 from unishard.testing.models import MlpOutput, mlp
 
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CELLS = SPANNING
-everywhere = pytest.mark.parametrize("cell", CELLS, ids="-".join)
-
-
-def played(scenario, cell, cells=CELLS):
-    """What both ranks returned."""
-    return values(play(tuple((scenario, cell) for cell in cells))[scenario, cell])
 
 
 # -- a part of the model alone
 
 
-def part(backend, strategy, precision):
+@in_ranks(cells=SPANNING)
+def test_a_block_runs_before_the_model_does(backend, strategy, precision):
+    x = torch.linspace(-1, 1, 46).view(2, 23)
     with prepare(configured(backend, strategy, precision)) as engine, torch.no_grad():
-        return engine.module.blocks[1](torch.linspace(-1, 1, 46, dtype=COMPUTE[precision]).view(2, 23)).float()
-
-
-@everywhere
-def test_a_block_runs_before_the_model_does(cell):
-    with torch.no_grad():
-        wanted = mlp().blocks[1](torch.linspace(-1, 1, 46).view(2, 23))
-    for found in played(part, cell):
-        assert torch.allclose(found, wanted, atol=1e-6 if cell[2] == "fp32" else 3e-2)
+        found = engine.module.blocks[1](x.to(COMPUTE[precision])).float()
+        assert torch.allclose(found, mlp().blocks[1](x), atol=1e-6 if precision == "fp32" else 3e-2)
 
 
 # -- two engines in one process
-
-
-@cache
-def plain(precision, seed=7, updates=UPDATES):
-    return oracle.train(mlp(seed), windows(updates=updates), configured("fsdp", "full_shard", precision), world=2)
 
 
 PAIRS = {
@@ -71,7 +50,8 @@ TOGETHER = 2
 """Updates of both, before the first is closed."""
 
 
-def two_engines(pair, order):
+@in_ranks(cells=COUPLES)
+def test_two_engines_train_side_by_side_and_one_outlives_the_other(pair, order):
     """Both train; then the first is closed, and the second goes on.
 
     `crossed`: both forwards, both backwards, both steps.
@@ -94,14 +74,9 @@ def two_engines(pair, order):
     first.close()
     done[1].extend(train(second, share[first_ones:]))
     second.close()
-    return [curve(log) for log in done]
-
-
-@pytest.mark.parametrize("couple", COUPLES, ids="-".join)
-def test_two_engines_train_side_by_side_and_one_outlives_the_other(couple):
-    for curves in played(two_engines, couple, COUPLES):
-        for cell, seed, updates, trained in zip(PAIRS[couple[0]], SEEDS, (TOGETHER, UPDATES), curves, strict=True):
-            assert_conforms(trained, plain(cell[2], seed, updates), tolerance(*cell))
+    for cell, seed, updates, log in zip(PAIRS[pair], SEEDS, (TOGETHER, UPDATES), done, strict=True):
+        wanted = Scenario(mlp, (seed,), micro_batches=updates * ACCUMULATION).plain(configured(*cell))
+        assert_conforms(curve(log), wanted, tolerance(*cell))
 
 
 # -- a layer that is called with other tensors in place of its weights -----------------------------
@@ -117,7 +92,6 @@ class Replaced(nn.Module):
 
     def __init__(self, way):
         super().__init__()
-        torch.manual_seed(5)
         self.way, self.block, self.head = way, nn.Linear(13, 12), nn.Linear(12, 11)
         if way == "parametrization":
             register_parametrization(self.block, "weight", Tenth())
@@ -131,30 +105,14 @@ class Replaced(nn.Module):
         return MlpOutput(functional.cross_entropy(logits, labels), logits)
 
 
-def replaced(backend, strategy, way, train_):
-    with unishard.prepare(Replaced(way), config(backend, strategy), train=train_) as engine:
-        return curve(train(engine, own_share(2))) if train_ else engine(**own_share(1)[0]).loss
+@in_ranks(cells=(("full_shard", "parametrization"), ("shard_grad_op", "call")))
+def test_a_layer_with_other_tensors_for_its_weights_trains(strategy, way):
+    Scenario(Replaced, (way,)).judge(config("deepspeed", strategy))
 
 
-REPLACED = (
-    ("deepspeed", "full_shard", "call"),
-    ("deepspeed", "full_shard", "parametrization"),
-    ("deepspeed", "shard_grad_op", "call"),
-)
-REFUSED = tuple((replaced, (*REPLACED[0], train_)) for train_ in (True, False))
-
-
-def test_a_layer_with_other_tensors_for_its_weights_trains_or_is_named_with_what_does():
-    played = play((*REFUSED, *((replaced, (*cell, True)) for cell in REPLACED[1:])))
-    for refused in REFUSED:
-        said = error(played[refused])
-        assert said.startswith(
-            "ModelError: the forward of block was called with other tensors in place of its parameters"
-        )
-        assert said.endswith("register_parametrization, or set sharding to shard_grad_op")
-    windows = [everyones(turn, turn + 1, world=2) for turn in range(2)]
-    wanted = oracle.train(Replaced("call"), windows, config("fsdp"), world=2)
-    for cell in REPLACED[1:]:
-        for found in values(played[replaced, (*cell, True)]):
-            assert found.losses == pytest.approx(wanted.losses, rel=1e-6)
-            assert found.norms == pytest.approx(wanted.norms, rel=1e-5)
+@in_ranks(cells=((True,), (False,)))
+def test_a_layer_with_other_tensors_for_its_weights_is_named_with_what_trains(trains):
+    with unishard.prepare(Replaced("call"), config("deepspeed", "full_shard"), train=trains) as engine:
+        said = refused(engine, **own_share(1)[0])
+    assert said.startswith("ModelError: the forward of block was called with other tensors in place of its parameters")
+    assert said.endswith("register_parametrization, or set sharding to shard_grad_op")

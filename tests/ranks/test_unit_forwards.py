@@ -5,20 +5,17 @@ from __future__ import annotations
 
 from collections import deque
 from contextvars import ContextVar
-from functools import cache
 from types import SimpleNamespace
 
-import pytest
 import torch
-from harness import assert_conforms, curve, error, own_share, play, tolerance, train, values, windows
-from harness.training import MICRO_BATCHES, configured
+from harness import Scenario, in_ranks, own_share, refused, share_of
+from harness.training import ACCUMULATION, MICRO_BATCH, configured
 from mistakes.forwards import WIDTH, Block
 from torch import nn
 from torch.func import functional_call, vmap
 from torch.nn import functional
 
 import unishard
-from unishard.testing import oracle
 from unishard.testing.models import MlpOutput
 
 IN, CLASSES = 13, 11
@@ -45,8 +42,7 @@ class Hidden(nn.Module):
 
     def __init__(self, way):
         super().__init__()
-        torch.manual_seed(5)
-        self.way, self.forwards, self.first = way, 0, 2
+        self.way = way
         self.stem, self.head = nn.Linear(IN, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.layers = nn.ModuleList(Auxiliary() for _ in range(2))
 
@@ -55,12 +51,12 @@ class Hidden(nn.Module):
             LOSSES.append(loss)
         elif self.way == "contextvar":
             KEPT.set([*KEPT.get(), loss])
-        elif self.way == "alone" or self.forwards > self.first:
+        elif self.way == "alone" or self.late:
             TRACKER.losses.append(loss)
 
-    def forward(self, x, labels):
+    def forward(self, x, labels, number):
         LOSSES.clear(), KEPT.set([]), TRACKER.losses.clear()
-        self.forwards += 1
+        self.late = bool((number >= ACCUMULATION).all())
         x, closed = self.stem(x), []
         for layer in self.layers:
             x = layer(x, closed.append if self.way == "closure" else self.keep)
@@ -76,7 +72,6 @@ class Generated(nn.Module):
 
     def __init__(self, way):
         super().__init__()
-        torch.manual_seed(5)
         self.way = way
         self.stem, self.head = nn.Linear(IN, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.layers = nn.ModuleList(Block() for _ in range(2))
@@ -115,7 +110,6 @@ class Given(Block):
 class Caller(nn.Module):
     def __init__(self, way):
         super().__init__()
-        torch.manual_seed(5)
         self.stem, self.head = nn.Linear(IN, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.layers = nn.ModuleList(Given() for _ in range(3))
 
@@ -126,6 +120,10 @@ class Caller(nn.Module):
             x, _ = layer(x, losses, state)
         logits = self.head(x + state["last"])
         return MlpOutput(functional.cross_entropy(logits.float(), labels) + sum(losses), logits)
+
+
+def numbered(number, rank):
+    return share_of(number, rank) | {"number": torch.full((MICRO_BATCH,), number)}
 
 
 MODELS = {
@@ -144,37 +142,16 @@ CELLS = tuple(
 )
 
 
-def built(kind):
-    return MODELS[kind][0](kind)
+@in_ranks(cells=CELLS)
+def test_it_trains_as_in_plain_torch(kind, strategy, precision, recomputes):
+    model, unit = MODELS[kind]
+    cfg = configured("fsdp", {"strategy": strategy, "units": [unit]}, precision, activation_checkpointing=recomputes)
+    Scenario(model, (kind,), numbered if model is Hidden else share_of).judge(cfg)
 
 
-def trained(kind, strategy, precision, recomputes):
-    sharding = {"strategy": strategy, "units": [MODELS[kind][1]]}
-    cfg = configured("fsdp", sharding, precision, activation_checkpointing=recomputes)
-    with unishard.prepare(built(kind), cfg) as engine:
-        return curve(train(engine, own_share(MICRO_BATCHES)))
-
-
-@cache
-def wanted(kind, precision):
-    model = built(kind)
-    model.first = 1 if precision == "fp32" else 4  # forwards in which the oracle makes the first update
-    return oracle.train(model, windows(), configured("fsdp", "full_shard", precision), world=2)
-
-
-@pytest.mark.parametrize("cell", CELLS, ids="-".join)
-def test_it_trains_as_in_plain_torch(cell):
-    kind, strategy, precision, _ = cell
-    for found in values(play(tuple((trained, each) for each in CELLS))[trained, cell]):
-        assert_conforms(found, wanted(kind, precision), tolerance("fsdp", strategy, precision))
-
-
-def recomputed(strategy):
-    cfg = configured("fsdp", {"strategy": strategy, "units": ["Block"]}, activation_checkpointing="full")
-    with unishard.prepare(built("both"), cfg) as engine:
-        engine(**own_share(1)[0])
-
-
+@in_ranks
 def test_a_recomputed_forward_with_other_tensors_is_refused():
-    said = error(play(((recomputed, ("full_shard",)),))[recomputed, ("full_shard",)])
+    cfg = configured("fsdp", {"strategy": "full_shard", "units": ["Block"]}, activation_checkpointing="full")
+    with unishard.prepare(Generated("both"), cfg) as engine:
+        said = refused(engine, **own_share(1)[0])
     assert said.startswith("ModelError: the forward that reads layers.0.up.weight was called with another tensor")

@@ -6,5 +6,6 @@ the points where they come, are in `dev.ranks.interception`; ranks that end as s
 
 from dev.ranks.judging import *  # noqa: F403
 from harness.curves import *  # noqa: F403
+from harness.scenario import *  # noqa: F403
 from harness.starting import *  # noqa: F403
 from harness.training import *  # noqa: F403
