@@ -49,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how many broken documents the formats are given (see make fuzz)",
     )
     parser.addoption("--deep", action="store_true", help="also run what is marked deep")
+    parser.addoption("--bless", action="store_true", help="write what tests/console and tests/golden hold anew")
 
 
 def pytest_configure(config: pytest.Config) -> None:

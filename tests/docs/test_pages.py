@@ -21,6 +21,7 @@ import pytest
 import torch
 from fences import LOOPS, PAGES, ROOT, Block, blocks
 from forking import in_a_fork
+from transcripts import EXIT, commands, shows
 
 import unishard
 from unishard.cli import main
@@ -147,23 +148,6 @@ def test_yaml_loads_and_translates(block: Block, backend, tmp_path):
     translation.check(strict=False)
 
 
-def commands(block: Block) -> list[tuple[str, list[str]]]:
-    """Each command, over several lines where they end in a backslash, and the output shown below it; bash blocks show
-    none."""
-    start = "" if block.language == "bash" else r"\$ "
-    several = re.compile(rf"^{start}(?:.*\\\n)+.*", re.MULTILINE)
-    lines = several.sub(lambda found: re.sub(r"\\\n\s*", "", found[0]), block.text).splitlines()
-    if block.language == "bash":
-        return [(line.strip(), []) for line in lines if line.strip()]
-    found: list[tuple[str, list[str]]] = []
-    for line in lines:
-        if line.startswith("$ "):
-            found.append((line[2:].strip(), []))
-        else:
-            found[-1][1].append(line)
-    return found
-
-
 TORCHRUN = "torchrun --standalone --nproc-per-node 2 "
 ELSEWHERE = (
     "unishard compare ",
@@ -182,7 +166,7 @@ COMMANDS = [
     )
     for block in blocks("bash", "console")
     if block.page != TUTORIAL
-    for command, shown in commands(block)
+    for command, shown in commands(block.text, block.language)
 ]
 
 
@@ -276,9 +260,6 @@ RUNNERS = {
 }
 
 
-EXIT = re.compile(r"# exits with (\d+)$")
-
-
 def output(command, folder):
     """What a command prints, stderr included. It must succeed, or exit as its comment says."""
     programs = Path(sys.executable).parent
@@ -310,21 +291,6 @@ def test_commands_run_and_print_what_is_shown(block, command, shown, folder, che
     printed = runner(command, folder) or ""
     if shown:
         assert shows(printed, shown), f"{command} prints\n{printed}"
-
-
-def shows(printed: str, shown: list[str]) -> bool:
-    """Whether the lines shown are the lines printed, whatever the width of columns.
-
-    A line `...` stands for any lines, and `...` in a line for any text.
-    """
-    lines = [" ".join(line.split()) for line in shown]
-    pattern = "".join(
-        r"(?:.*\n)*?" if line == "..." else ".*".join(map(re.escape, line.split("..."))) + r"\n" for line in lines
-    )
-    return (
-        re.fullmatch(pattern, "".join(" ".join(line.split()) + "\n" for line in printed.rstrip().splitlines()))
-        is not None
-    )
 
 
 @pytest.mark.parametrize(

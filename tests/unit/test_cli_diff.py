@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from running import TINY, Terminal, one_line, plain, run
+from running import Terminal, one_line, plain, run
 
 from unishard import formats
 from unishard.cli.diff import diff
@@ -25,46 +25,6 @@ def reading(*entries: Entry) -> ReadDocument:
 def says(field: str, value: object, *, assumed: bool = False) -> Entry:
     written = "auto" if isinstance(value, Undecided) else value
     return Entry((f"their_{field.rpartition('.')[2]}",), written, KeyEffect(fields={field: value}), assumed)
-
-
-def test_two_spellings_of_the_same_training(config: Path) -> None:
-    config.write_text("backend: fsdp\nsharding: zero3\nprecision: bf16\n")
-    Path("d.yaml").write_text("precision:\n  compute: bfloat16\n  master: fp32\nsharding:\n  strategy: FULL_SHARD\n")
-    result = run("diff", "c.yaml", "d.yaml")
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "same training\n", "")
-
-
-def test_what_differs_is_named_with_where_it_comes_from(config: Path) -> None:
-    config.write_text("backend: fsdp\ntraining:\n  seed: 3\n  micro_batch_size: ${training.micro_batch_size}\n")
-    Path("d.yaml").write_text(
-        "backend: deepspeed\ntraining: {micro_batch_size: 2}\nnative: {deepspeed: {aio: {block_size: 8}}}\n"
-    )
-    result = run("diff", "c.yaml", "d.yaml")
-    assert result.exit_code == 1
-    assert [re.split(r"  +", line) for line in result.stdout.splitlines()] == [
-        ["field", "A (unishard)", "B (unishard)"],
-        ["backend", "fsdp", "(backend, line 1)", "deepspeed", "(backend, line 1)"],
-        [
-            "training.micro_batch_size",
-            "undecided: your training script",
-            "2",
-            "(training.micro_batch_size, line 2)",
-        ],
-        ["training.seed", "3", "(training.seed, line 3)", "0", "(default)"],
-        ["native.deepspeed.aio.block_size", "not said", "8", "(native.deepspeed.aio.block_size, line 3)"],
-    ]
-
-
-def test_what_cannot_be_read_is_trouble_and_no_difference(config: Path) -> None:
-    config.write_text("backend: fsdp\nlr: 1\n")
-    for arguments in (
-        (TINY, "nowhere.yaml"),
-        ("c.yaml", TINY, "--from-a", "unishard"),
-        (TINY, TINY, "--from-b", "nonsense"),
-    ):
-        result = run("diff", *arguments)
-        assert (result.exit_code, result.stdout) == (2, "")
-        assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(("columns", "drawn"), [(40, False), (120, True)])
@@ -135,16 +95,6 @@ def test_a_difference_is_found_in_both_directions() -> None:
     assert {at.field for at in forth} == {"training.seed", "precision.compute"}
 
 
-def test_a_recipe_whose_engine_its_launcher_chooses_is_named(tmp_path: Path) -> None:
-    recipe = tmp_path / "sft.yaml"
-    recipe.write_text("output_dir: o\nper_device_train_batch_size: 4\nlearning_rate: 1.0e-5\nbf16: true\n")
-    result = run("diff", str(recipe), str(recipe))
-    assert result.stdout == "same training\n"
-    assert "sft.yaml: does not say its engine, which its launcher chooses; compared as no_shard" in one_line(
-        result.stderr
-    )
-
-
 ZERO = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
 PURE = {"enabled": True, "bf16_master_weights_and_grads": True}
 RUN = {"output_dir": "o", "learning_rate": 1e-4, "num_train_epochs": 1}
@@ -201,12 +151,3 @@ def test_what_is_refused_is_equal_to_itself_inside_the_file_of_another_tool() ->
 def test_a_part_of_the_updates_that_is_spelled_out_counts() -> None:
     parts = [formats.read({**RUN, "warmup_ratio": part}, "hf") for part in (0.1, 0.2)]
     assert [difference.field for difference in compare(*parts)] == ["scheduler.warmup_steps"]
-
-
-def test_what_only_a_part_of_a_file_says_is_not_the_same_training(tmp_path: Path) -> None:
-    file = tmp_path / "c.json"
-    file.write_text(json.dumps({"deepspeed_config": {**ZERO, "bf16": {"enabled": True}}, "model": "m"}))
-    told = ["--from-a", "deepspeed", "--from-b", "deepspeed"]
-    result = run("diff", str(file), str(file), *told)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "not compared:" in result.stderr

@@ -138,39 +138,6 @@ def test_native_takes_the_backend_of_the_config() -> None:
     assert json.loads(changed.stdout)["zero_optimization"]["stage"] == 3
 
 
-def test_unsupported_is_refused_with_1_at_its_line(config: Path) -> None:
-    config.write_text(REFUSED)
-    result = run("explain", "c.yaml", "--native")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("c.yaml:2: offload.params: 'nvme' is not supported by fsdp: ")
-
-
-def test_native_key_that_a_field_decides_is_refused_at_its_line(config: Path) -> None:
-    config.write_text("native:\n  deepspeed:\n    zero_optimization:\n      stage: 2\n")
-    result = run("explain", "c.yaml", "deepspeed", "--native")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("c.yaml:4: native.deepspeed.zero_optimization.stage: ")
-
-
-def test_strict_in_the_config_refuses_what_is_approximate(config: Path) -> None:
-    config.write_text(ROUGH + "strict: true\n")
-    result = run("explain", "c.yaml", "--native")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith(
-        "c.yaml:3: native.deepspeed.zero_optimization.zero_quantized_weights: True is only approximate on deepspeed, "
-        "and strict is true: "
-    )
-
-
-def test_batch_sizes_that_contradict_the_ranks(config: Path) -> None:
-    config.write_text("training:\n  global_batch_size: 6\n")
-    assert run("explain", "c.yaml", "--native", "--world-size", "6").exit_code == 0
-    for command in (("explain", "--native"), ("explain",)):
-        result = run(*command, "c.yaml", "--world-size", "4")
-        assert result.exit_code == 1
-        assert result.stderr.startswith("c.yaml:2: training.global_batch_size: is 6, but ")
-
-
 def test_the_ranks_are_those_of_the_config_unless_an_option_says_others(config: Path) -> None:
     config.write_text("launch: {nodes: 2, processes_per_node: 4}\ntraining: {micro_batch_size: 3}\n")
     native = run("explain", "c.yaml", "deepspeed", "--native")
@@ -181,42 +148,6 @@ def test_the_ranks_are_those_of_the_config_unless_an_option_says_others(config: 
     assert (json.loads(given.stdout)["train_batch_size"], given.stderr) == (6, "")
     config.write_text("sharding: full_shard\n")
     assert run("explain", "c.yaml", "--all").stderr == "note: for 1 rank; add --world-size N for more\n"
-
-
-def test_bad_config_prints_all_problems_and_no_traceback(config: Path) -> None:
-    config.write_text("lr: 1\nstrict: maybe\n")
-    result = run("explain", "c.yaml", "--set", "training.seed=-1")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.splitlines() == [
-        "c.yaml:1: lr: unknown field; did you mean 'optimizer.lr'?",
-        "c.yaml:2: strict: must be true or false, got 'maybe' (text)",
-        "override: training.seed: must be a whole number of at least 0 and below 4294967296, got -1",
-    ]
-
-
-@pytest.mark.parametrize("native", [(), ("--native",)])
-def test_unknown_backend(native: tuple[str, ...]) -> None:
-    result = run("explain", TINY, "megatron", *native)
-    assert (result.exit_code, result.stderr) == (1, "no backend named 'megatron'; installed: deepspeed, fsdp\n")
-
-
-def test_it_shows_what_the_file_and_the_overrides_set(config: Path) -> None:
-    config.write_text(
-        "sharding: zero2\noffload: {optimizer: cpu}\ntraining: {seed: 42}\nnative: {deepspeed: {steps_per_print: 10}}\n"
-    )
-    result = run("explain", "c.yaml", "--set", "compile=none")
-    said = re.findall(r"^(\S+) = .*  \((.*)\)$", result.stdout, re.MULTILINE)
-    assert [each for each in said if each[0] != "native" and each[1] != "default" and "computed" not in each[1]] == [
-        ("sharding.strategy", "c.yaml:1"),
-        ("offload.optimizer", "c.yaml:2"),
-        ("training.seed", "c.yaml:3"),
-        ("compile.mode", "override"),
-        ("native.deepspeed.steps_per_print", "c.yaml:4"),
-    ]
-    assert re.match(r"note: --all shows \d+ fields more, at their defaults\n", result.stderr)
-    only = run("explain", "c.yaml", "fsdp").stdout
-    assert "seed" in only
-    assert "native.deepspeed" not in only, "it is another backend's"
 
 
 def test_it_shows_the_defaults_that_these_give_another_meaning(config: Path) -> None:
@@ -230,13 +161,6 @@ def test_it_shows_the_defaults_that_these_give_another_meaning(config: Path) -> 
     assert "sharding.group_size" in follows("sharding: hybrid_shard\n")
     of_each = [follows("sharding: ddp\n", backend) for backend in ("deepspeed", "fsdp")]
     assert ["communication.overlap" in one for one in of_each] == [True, False]
-
-
-def test_all_of_a_native_config_is_printed_anyway(config: Path) -> None:
-    config.write_text("{}")
-    refused = run("explain", "c.yaml", "--all", "--native")
-    assert refused.exit_code == 2
-    assert "leave out --all" in refused.stderr
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])

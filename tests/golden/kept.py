@@ -1,9 +1,5 @@
 """What every config in `configs/` becomes on every backend, what `--help` says, and the jobs of `unishard launch`, kept
-as files.
-
-After a change that is meant, write them anew and read the difference:
-
-    python -m tests.golden.bless
+as files. After a change that is meant, write them anew and read the difference: `pytest tests/golden --bless`.
 """
 
 from __future__ import annotations
@@ -70,16 +66,3 @@ def _jobs() -> Iterator[tuple[Path, str]]:
     cfg, script = unishard.load(CLUSTER), Script("train.py", ("--epochs", "3"))
     told = variables("/data/cfg.yaml", ["training.seed=1"])
     yield HERE / "launch" / "slurm.sh", batch_script(cfg, script, told, "train")
-
-
-def main() -> None:
-    files = dict(expected())
-    for stale in {path for folder in FOLDERS for path in HERE.glob(f"{folder}/*")} - files.keys():
-        stale.unlink()
-    for path, text in files.items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
