@@ -14,10 +14,6 @@ from unishard.config import leaves
 from unishard.engine.resolve import resolve
 from unishard.testing.models import mlp
 
-REFUSED = "offload:\n  params: nvme\n  nvme_path: files\n"  # PyTorch has no offload to files
-# a setting that only DeepSpeed has
-ROUGH = "backend: deepspeed\nnative:\n  deepspeed: {zero_optimization: {zero_quantized_weights: true}}\n"
-
 
 def explained(monkeypatch: pytest.MonkeyPatch, columns: int) -> str:
     screen = Terminal()

@@ -13,7 +13,6 @@ from running import TINY, Terminal, one_line, pasted, plain, run
 import unishard
 from unishard.config import leaves
 
-REFUSED = "sharding: full_shard\noffload:\n  params: nvme\n  nvme_path: files\n"  # PyTorch has no offload to files
 ROUGH = "backend: fsdp\nnative:\n  deepspeed: {vocabulary_size: 3}\n"  # a setting that only DeepSpeed has
 OPEN = "backend: fsdp\ntraining:\n  micro_batch_size: ${training.micro_batch_size}\n"
 
@@ -96,29 +95,6 @@ def test_what_the_document_leaves_out_is_shown_on_demand() -> None:
     assert {"optimizer.eps", "training.nonfinite", "compile.mode", "strict"} <= set(keys[1])
 
 
-def test_what_needs_attention_comes_first(config: Path) -> None:
-    config.write_text(
-        ROUGH
-        + "training: {micro_batch_size: '${training.micro_batch_size}', seed: 3}\noffload: {params: nvme, nvme_path: "
-        "files}\n"
-    )
-    said = run("translate", "c.yaml", "--to", "unishard").stderr
-    lines = said.splitlines()
-    assert [line for line in lines if line.endswith(":") and " = " not in line][:3] == [
-        "unsupported:",
-        "needs input:",
-        "approximate:",
-    ]
-    assert [line.strip().partition(":")[0] for line in lines if re.match(r"  \S+:\d+ = ", line)] == [
-        "offload.params",
-        "offload.nvme_path",
-        "training.micro_batch_size",
-        "native.deepspeed.vocabulary_size",
-    ]
-    counts = "2 of 6 keys carried over; 1 approximate; 2 unsupported; 1 needs input (--report full lists all)"
-    assert f" unishard -> unishard: {counts}" in one_line(said)
-
-
 def test_report_as_json(config: Path) -> None:
     config.write_text(ROUGH)
     report = json.loads(run("translate", "c.yaml", "--to", "unishard", "--report", "json").stderr)
@@ -141,29 +117,8 @@ def test_report_as_json(config: Path) -> None:
     }
 
 
-def test_report_as_markdown(config: Path) -> None:
-    config.write_text(ROUGH + "sharding: {units: ['A|B']}\n")
-    lines = run("translate", "c.yaml", "--to", "unishard", "--report", "markdown").stderr.splitlines()
-    assert lines[0].startswith("**c.yaml**: unishard → unishard (")
-    assert lines[2:4] == ["| line | key = value | fit | becomes | note |", "|---|---|---|---|---|"]
-    assert "| 4 | `sharding.units = [A\\|B]` | exact | `sharding.units` |  |" in lines
-    assert any(line.startswith("| 3 | `native.deepspeed.vocabulary_size = 3` | **approximate** |") for line in lines)
-
-
 def test_no_report() -> None:
     assert run("translate", TINY, "--to", "unishard", "--report", "none").stderr == ""
-
-
-def test_approximate_is_reported_and_under_strict_refused_with_2(config: Path) -> None:
-    config.write_text(ROUGH)
-    assert run("translate", "c.yaml", "--to", "unishard").exit_code == 0
-    strict = run("translate", "c.yaml", "--to", "unishard", "--strict", "--report", "none", "-o", "new.yaml")
-    assert (strict.exit_code, strict.stdout) == (2, "")
-    assert strict.stderr.startswith("c.yaml:3: native.deepspeed.vocabulary_size: only deepspeed has this setting")
-    assert not Path("new.yaml").exists()
-    told = run("translate", "c.yaml", "--to", "unishard", "--strict")
-    assert "nothing written: 1 only approximate, and strict is on;" in one_line(told.stderr)
-    assert pasted(told.stderr) == [["unishard", "translate", "c.yaml", "--to", "unishard"]]
 
 
 def test_strict_in_the_config_counts_too(config: Path) -> None:
@@ -172,17 +127,6 @@ def test_strict_in_the_config_counts_too(config: Path) -> None:
     assert refused.exit_code == 2
     ((_, *arguments),) = pasted(refused.stderr)
     assert run(*arguments).exit_code == 0
-
-
-def test_what_cannot_be_had_is_refused_with_1_at_its_line(config: Path) -> None:
-    config.write_text(REFUSED)
-    result = run("translate", "c.yaml", "--to", "unishard", "-o", "new.yaml")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "  offload.params:3 = nvme\n  offload.nvme_path:4 = files\n    PyTorch" in result.stderr
-    assert "\nnothing written: 2 refused (no equivalent); " in result.stderr
-    assert not Path("new.yaml").exists()
-    quiet = run("translate", "c.yaml", "--to", "unishard", "--report", "none")
-    assert quiet.stderr.startswith("c.yaml:3: offload.params: PyTorch")
 
 
 @pytest.mark.parametrize("report", ["text", "full", "none"])
@@ -219,26 +163,6 @@ def test_a_refusal_ends_with_a_command_that_works(config: Path, report: str) -> 
     ]
 
 
-def test_all_that_is_not_supported_is_dropped_and_listed(config: Path) -> None:
-    config.write_text(REFUSED)
-    result = run("translate", "c.yaml", "--to", "unishard", "--drop-unsupported")
-    assert result.exit_code == 0
-    assert unishard.load(write("new.yaml", result.stdout)).offload.params == "none"
-    lines = result.stderr.splitlines()
-    assert lines[lines.index("dropped:") :][1:4] == [
-        "  offload.params:3 = nvme",
-        "    changes the training: offload.params is 'none' instead of 'nvme'",
-        "  offload.nvme_path:4 = files",
-    ]
-
-
-def test_a_key_to_drop_that_is_not_there(config: Path) -> None:
-    config.write_text(REFUSED)
-    result = run("translate", "c.yaml", "--to", "unishard", "--drop", "offload.param")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("c.yaml: --drop offload.param: matches no key")
-
-
 def test_verified_with_the_tool_that_reads_it(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from unishard.formats.verify import comparing
     from unishard.formats.verify.settings import Effective
@@ -259,37 +183,6 @@ def test_verified_with_the_tool_that_reads_it(config: Path, monkeypatch: pytest.
     assert (absent.exit_code, absent.stderr.splitlines()[-1]) == (0, "not verified: X is not installed; pip install x")
 
 
-def write(name: str, text: str) -> str:
-    Path(name).write_text(text)
-    return name
-
-
-def test_what_contradicts_the_ranks_is_refused(config: Path) -> None:
-    config.write_text("training:\n  global_batch_size: 6\n")
-    for ranks in ((), ("--world-size", "6"), ("--world-size", "6", "--gpus-per-node", "2")):
-        assert run("translate", "c.yaml", "--to", "unishard", *ranks).exit_code == 0
-    result = run("translate", "c.yaml", "--to", "unishard", "--report", "none", "--world-size", "4")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("c.yaml:2: training.global_batch_size: is 6, but ")
-
-
-def test_nodes_that_are_not_equal_are_a_usage_error() -> None:
-    result = run("translate", TINY, "--to", "unishard", "--world-size", "6", "--gpus-per-node", "4")
-    assert result.exit_code == 2
-    assert "6 ranks do not divide into nodes of 4; give a --world-size that is a multiple of 4" in result.stderr
-
-
-def test_what_is_undecided_is_named_with_how_to_decide_it(config: Path) -> None:
-    config.write_text(OPEN)
-    result = run("translate", "c.yaml", "--to", "unishard")
-    assert result.exit_code == 0
-    assert "micro_batch_size: ${training.micro_batch_size}  # needs your decision" in result.stdout
-    assert "\nneeds input: --set training.micro_batch_size=VALUE\n" in result.stderr
-    decided = run("translate", "c.yaml", "--to", "unishard", "--set", "training.micro_batch_size=4")
-    assert "  micro_batch_size: 4\n" in decided.stdout
-    assert "decide" not in decided.stderr
-
-
 @pytest.mark.parametrize(
     "prepare",
     [
@@ -306,22 +199,6 @@ def test_what_is_undecided_cannot_be_loaded_until_it_is_decided(config: Path, pr
     ):
         prepare(config)
     assert unishard.load(config, ["training.micro_batch_size=4"]).training.micro_batch_size == 4
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "is empty, and a config is a mapping of keys to values; name another file"),
-        (b"title: x\n", "matches no known format (its keys: title); name one with `unishard translate --from`"),
-    ],
-)
-def test_what_is_no_config_is_one_message(config: Path, content: bytes, said: str) -> None:
-    config.write_bytes(content)
-    result = run("translate", "c.yaml", "--to", "unishard")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("c.yaml")
-    assert said in result.stderr
-    assert len(result.stderr.splitlines()) == 1
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:
