@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness import BACKENDS, EACH, PAIRS, config, heard, in_ranks, my_rank
+from harness import BACKENDS, EACH, PAIRS, config, heard, in_ranks, my_rank, of_all_ranks
 from safetensors import safe_open
 from torch import nn
 from torch.nn import functional
@@ -69,12 +68,6 @@ def trained(engine, updates=3):
 
 def buffers(engine):
     return {name: buffer.detach().clone() for name, buffer in engine.module.named_buffers()}
-
-
-def of_all_ranks(found):
-    everyone = [None] * WORLD
-    dist.all_gather_object(everyone, found)
-    return everyone
 
 
 CELLS = (

@@ -7,8 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness import BACKENDS, EACH, PAIRS, Scenario, config, in_ranks, my_rank, refused
+from harness import BACKENDS, EACH, PAIRS, Scenario, config, in_ranks, my_rank, of_all_ranks, refused
 from torch import nn
 from torch.nn import functional
 
@@ -20,13 +19,17 @@ from unishard.testing.features.conditional import Mixture, Pictures
 MODELS = {"Mixture": Mixture, "Pictures": Pictures}
 
 
-def batch(picture):
-    generator = torch.Generator().manual_seed(40 + my_rank())
+def batch(picture, rank=None):
+    generator = torch.Generator().manual_seed(40 + (my_rank() if rank is None else rank))
     return {
         "x": torch.randn(2, 13, generator=generator),
         "labels": torch.tensor([1, 3]),
         "picture": torch.tensor([int(picture), 0]),
     }
+
+
+def loss_of(model, micro_batch):
+    return model(**micro_batch).loss
 
 
 def built(kind):
@@ -71,27 +74,24 @@ def test_the_rank_that_leaves_it_out_updates_it_too_and_nobody_is_warned(backend
             engine.step()
         with torch.no_grad():
             output = engine(**batch(picture=True) | {"x": torch.ones(2, 13)}).logits
-    everyones = [output, output]
-    dist.all_gather_object(everyones, output)
-    assert torch.equal(*everyones)
+    assert torch.equal(*of_all_ranks(output))
     assert [str(warning.message) for warning in caught if warning.category is UserWarning] == []
+
+
+def seen_by_rank_0(number, rank):
+    return batch(picture=rank == 0, rank=rank)
 
 
 @in_ranks(cells=EACH)
 def test_an_evaluation_may_stand_between_backward_and_step(backend):
     """One that only the other rank needs the tower for."""
-    losses = []
-    for evaluates in (False, True):
-        with prepared(backend, "full_shard", "Pictures", "Tower") as engine:
-            for _ in range(3):
-                loss = engine(**batch(picture=my_rank() == 0)).loss
-                engine.backward(loss)
-                if evaluates:
-                    with torch.no_grad():
-                        engine(**batch(picture=my_rank() == 1))
-                engine.step()
-                losses.append(engine.mean(loss))
-    assert losses[:3] == losses[3:]
+
+    @torch.no_grad()
+    def evaluate(engine, number):
+        engine(**batch(picture=engine.rank == 1))
+
+    scenario = Scenario(Pictures, data=seen_by_rank_0, loss=loss_of, micro_batches=3, disturb=evaluate)
+    scenario.judge(config(backend, {"strategy": "full_shard", "conditional_modules": ["Tower"]}))
 
 
 @in_ranks(cells=PAIRS)

@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import assert_conforms, curve, my_rank, own_share, play, train, values
-from harness.training import ACCUMULATION, BACKENDS, DEEP, MICRO_BATCHES, configured, everyones
-from test_options import routing
+from harness import Scenario, assert_conforms, curve, in_ranks, my_rank, own_share, play, share_of, train, values
+from harness.training import ACCUMULATION, BACKENDS, DEEP, MICRO_BATCH, MICRO_BATCHES, configured
+from test_options import Routing
 from torch.distributed.tensor import DTensor
 
 import unishard
 from dev.ranks.recording import BLOCK, PARAMETERS, Countable, Recorder
-from unishard.testing import oracle
 from unishard.testing.conformance import TOLERANCES
-from unishard.testing.models import batch, mlp
+from unishard.testing.models import mlp
 
 HYBRID = ("hybrid_shard", "hybrid_shard_grad_op")
 CELLS = tuple((backend, strategy) for backend in BACKENDS for strategy in HYBRID)
@@ -36,11 +36,8 @@ def hybrid(backend, strategy, precision="fp32", **sections):
     return configured(backend, sharding, precision, **sections)
 
 
-def windows(model="mlp"):
-    return [
-        everyones(start, start + ACCUMULATION, world=WORLD, model=model)
-        for start in range(0, MICRO_BATCHES, ACCUMULATION)
-    ]
+SHARE = partial(share_of, world=WORLD)
+MLP = Scenario(data=SHARE, world=WORLD)
 
 
 # -- the maths -------------------------------------------------------------------------------------
@@ -153,7 +150,8 @@ class AxisRecorder(Recorder):
         return done
 
 
-def axes(backend, strategy):
+@in_ranks(world=WORLD, cells=CELLS)
+def test_parts_of_the_gradients_travel_between_groups_once_a_window_and_nothing_else(backend, strategy):
     """Elements of the third window by phase, kind and axis."""
     torch.manual_seed(0)
     cfg = hybrid(backend, strategy, sharding={"units": ["Block"]}, **NO_PREFETCH[strategy])
@@ -168,7 +166,7 @@ def axes(backend, strategy):
                     engine.backward(loss)
                     recorder.phase = f"step {turn}"
                     engine.step()
-        return {phase: dict(kinds) for phase, kinds in recorder.moved.items()}
+    assert {phase: dict(kinds) for phase, kinds in recorder.moved.items()} == MOVED[backend, strategy]
 
 
 NO_PREFETCH = {"hybrid_shard": {"communication": {"prefetch_bucket_size": 0}}, "hybrid_shard_grad_op": {}}
@@ -207,35 +205,26 @@ MOVED = {
 }
 
 
-@pytest.mark.parametrize("cell", CELLS, ids="-".join)
-def test_parts_of_the_gradients_travel_between_groups_once_a_window_and_nothing_else(cell):
-    for moved in played(axes, CELLS, cell):
-        assert moved == MOVED[cell]
-
-
 # -- what is not the same on all ranks -------------------------------------------------------------
 
 
-def overflowing(backend, strategy, precision):
-    """The first window has an infinite gradient on the last rank, in its first micro-batch."""
+def behind_the_first_window(number, rank):
+    return SHARE(number + ACCUMULATION, rank)
+
+
+@in_ranks(world=WORLD, cells=FEWER_SPANNING)
+def test_an_infinite_gradient_in_one_group_leaves_out_the_update_in_all(backend, strategy, precision):
+    """The first window has one on the last rank, in its first micro-batch."""
     data = own_share(MICRO_BATCHES + ACCUMULATION)
-    with unishard.prepare(mlp(), hybrid(backend, strategy, precision)) as engine:
-        if my_rank() == WORLD - 1:
-            data[0] = data[0] | {"x": torch.full_like(data[0]["x"], math.inf)}
+    if my_rank() == WORLD - 1:
+        data[0] = data[0] | {"x": torch.full_like(data[0]["x"], math.inf)}
+    cfg = hybrid(backend, strategy, precision)
+    with unishard.prepare(mlp(), cfg) as engine:
         done = train(engine, data)
-        return [step.skipped for _, step in done if step.updated or step.skipped], curve(done[ACCUMULATION:])
-
-
-@pytest.mark.parametrize("cell", FEWER_SPANNING, ids="-".join)
-def test_an_infinite_gradient_in_one_group_leaves_out_the_update_in_all(cell):
-    found = played(overflowing, FEWER_SPANNING, cell)
-    assert found.count(found[0]) == WORLD
-    skipped, after = found[0]
+    skipped = [step.skipped for _, step in done if step.updated or step.skipped]
     assert skipped == [True, *[False] * (MICRO_BATCHES // ACCUMULATION)]
-    starts = range(ACCUMULATION, MICRO_BATCHES + ACCUMULATION, ACCUMULATION)
-    data = [everyones(start, start + ACCUMULATION, world=WORLD) for start in starts]
-    wanted = oracle.train(mlp(), data, configured("fsdp", "full_shard", cell[2]), world=WORLD)
-    assert_conforms(after, wanted, TOLERANCES[cell[2]])
+    wanted = Scenario(data=behind_the_first_window, world=WORLD).plain(cfg)
+    assert_conforms(curve(done[ACCUMULATION:]), wanted, TOLERANCES[precision])
 
 
 ROUTED = {
@@ -251,33 +240,25 @@ ROUTES = tuple(
 ) + tuple(("fsdp", strategy, "fp32", "in one group") for strategy in HYBRID[: 1 + DEEP])
 
 
-def routed_batch(turn, rank, routed):
-    return batch("mlp", (WORLD * turn + rank) * 2, 2) | {"routed": torch.full((2,), ROUTED[routed](turn, rank))}
+def routed_batch(routed, number, rank):
+    return SHARE(number, rank) | {"routed": torch.full((MICRO_BATCH,), ROUTED[routed](number, rank))}
 
 
-def routes(backend, strategy, precision, routed):
+ROUTING = {routed: Scenario(Routing, data=partial(routed_batch, routed), world=WORLD) for routed in ROUTED}
+
+
+@in_ranks(world=WORLD, cells=ROUTES)
+def test_parameters_that_are_not_always_used_train_as_in_plain_torch(backend, strategy, precision, routed):
     native = {"reduce_scatter_unused_params": True} if routed == "in one group" else {}
     cfg = hybrid(backend, strategy, precision, sharding={"units": ["Part"]}, native={"fsdp": native})
-    with unishard.prepare(routing(), cfg) as engine:
-        return curve(train(engine, [routed_batch(turn, my_rank(), routed) for turn in range(MICRO_BATCHES)]))
-
-
-@pytest.mark.parametrize("cell", ROUTES, ids="-".join)
-def test_parameters_that_are_not_always_used_train_as_in_plain_torch(cell):
-    found = played(routes, ROUTES, cell)
-    assert found.count(found[0]) == WORLD
-    data = [
-        [routed_batch(turn, rank, cell[3]) for turn in range(start, start + ACCUMULATION) for rank in range(WORLD)]
-        for start in range(0, MICRO_BATCHES, ACCUMULATION)
-    ]
-    wanted = oracle.train(routing(), data, configured("fsdp", "full_shard", cell[2]), world=WORLD)
-    assert_conforms(found[0], wanted, TOLERANCES[cell[2]])
+    ROUTING[routed].judge(cfg, TOLERANCES[precision])
 
 
 # -- beside other engines --------------------------------------------------------------------------
 
 
-def beside(backend, strategy):
+@in_ranks(world=WORLD, cells=FEWER)
+def test_groups_are_those_of_one_engine_alone(backend, strategy):
     """A hybrid engine and one without groups take turns; the second is built while the first is there."""
     first = unishard.prepare(mlp(), hybrid(backend, strategy))
     second = unishard.prepare(mlp(), configured(backend, "full_shard"))
@@ -290,27 +271,17 @@ def beside(backend, strategy):
             curve_of.append((engine.mean(loss), engine.step()))
     first.close()
     second.close()
-    return sizes, [curve(one) for one in done]
+    hybrid_size, plain_size = sizes
+    assert hybrid_size > 1.5 * plain_size
+    for one in done:
+        assert_conforms(curve(one), MLP.plain(configured("fsdp", "full_shard")), TOLERANCES["fp32"])
 
 
-@pytest.mark.parametrize("cell", FEWER, ids="-".join)
-def test_groups_are_those_of_one_engine_alone(cell):
-    wanted = oracle.train(mlp(), windows(), configured("fsdp", "full_shard"), world=WORLD)
-    for (hybrid_size, plain_size), curves in played(beside, FEWER, cell):
-        assert hybrid_size > 1.5 * plain_size
-        for found in curves:
-            assert_conforms(found, wanted, TOLERANCES["fp32"])
-
-
-def one_group(backend, strategy):
+@in_ranks(world=WORLD, cells=FEWER)
+def test_where_one_group_holds_all_ranks_nothing_is_replicated(backend, strategy):
     """All ranks are one node, so that left out, a group is all of them."""
-    with unishard.prepare(mlp(), configured(backend, strategy)) as engine:
-        return engine.weights.placement(), curve(train(engine, own_share(MICRO_BATCHES)))
-
-
-@pytest.mark.parametrize("cell", FEWER, ids="-".join)
-def test_where_one_group_holds_all_ranks_nothing_is_replicated(cell):
-    pairs = {"hybrid_shard": "full_shard", "hybrid_shard_grad_op": "shard_grad_op"}
-    cells = tuple((backend, each) for backend, strategy in FEWER for each in (strategy, pairs[strategy]))
-    backend, strategy = cell
-    assert played(one_group, cells, cell) == played(one_group, cells, (backend, pairs[strategy]))
+    found = []
+    for each in (strategy, {"hybrid_shard": "full_shard", "hybrid_shard_grad_op": "shard_grad_op"}[strategy]):
+        with unishard.prepare(mlp(), configured(backend, each)) as engine:
+            found.append((engine.weights.placement(), MLP.train(engine)))
+    assert found[0] == found[1]

@@ -6,20 +6,19 @@ What they cost in collectives is in test_collectives.py.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 
 import pytest
 import torch
-from harness import PAIRS, assert_conforms, curve, own_share, play, prepare, tolerance, train, values, windows
-from harness.training import ACCUMULATION, BACKENDS, DEEP, EVERY, MICRO_BATCHES, PRECISIONS, SPANNING, configured
+from harness import PAIRS, Scenario, assert_conforms, in_ranks, play, prepare, share_of, tolerance, values
+from harness.training import BACKENDS, DEEP, EVERY, PRECISIONS, SPANNING, configured
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
-import unishard
-from unishard.testing import conformance, oracle
+from unishard.testing import conformance
 from unishard.testing.conformance import TOLERANCES, Tolerance
-from unishard.testing.models import MlpOutput, batch, mlp
+from unishard.testing.models import MlpOutput
 
 # -- options that change no result -----------------------------------------------------------------
 
@@ -70,8 +69,7 @@ def config_of(backend, option):
 
 def with_option(backend, option):
     with prepare(config_of(backend, option)) as engine:
-        found = curve(train(engine, own_share(MICRO_BATCHES)))
-        return {"curve": found} | SEEN[backend](engine)
+        return {"curve": MLP.train(engine)} | SEEN[backend](engine)
 
 
 def seen_in_fsdp(engine):
@@ -96,21 +94,16 @@ SEEN = {"fsdp": seen_in_fsdp, "deepspeed": seen_in_deepspeed}
 
 def ran(*cell):
     """What both ranks say."""
-    found = values(play(tuple((with_option, cell) for cell in CELLS))[with_option, cell])
-    assert found[0]["curve"] == found[1]["curve"]
-    return found
+    return values(play(tuple((with_option, cell) for cell in CELLS))[with_option, cell])
 
 
-@cache
-def expected(precision):
-    return oracle.train(mlp(), windows(), configured("fsdp", "full_shard", precision), world=2)
+MLP = Scenario()
 
 
 @pytest.mark.parametrize("cell", CELLS, ids="-".join)
 def test_an_option_about_memory_or_time_leaves_the_maths_alone(cell):
     cfg = config_of(*cell)
-    wanted = expected(CELLS[cell])
-    assert_conforms(ran(*cell)[0]["curve"], wanted, tolerance(cell[0], cfg.sharding.strategy, CELLS[cell]))
+    assert_conforms(ran(*cell)[0]["curve"], MLP.plain(cfg), tolerance(cell[0], cfg.sharding.strategy, CELLS[cell]))
 
 
 def test_a_native_setting_reaches_deepspeed():
@@ -135,21 +128,17 @@ ROUNDED = Tolerance(
     "each rank's gradients are rounded to 8 bits before they are summed, and the sum once more: 2e-3 in an element, "
     "less in the norm",
 )
-REDUCED = tuple((*pair, reduce) for pair in PAIRS for reduce in ("fp32", "bf16"))
 
 
-def reduced(backend, strategy, reduce):
-    with prepare(configured(backend, strategy, {"compute": "bf16", "reduce": reduce})) as engine:
-        return curve(train(engine, own_share(MICRO_BATCHES)))
-
-
-@pytest.mark.parametrize(("backend", "strategy"), PAIRS)
+@in_ranks(cells=PAIRS)
 def test_reducing_in_bf16_rounds_the_gradients_and_no_more(backend, strategy):
-    played = play(tuple((reduced, cell) for cell in REDUCED))
-    low, own = (values(played[reduced, (backend, strategy, reduce)]) for reduce in ("bf16", "fp32"))
-    assert low[0] == low[1]
-    assert_conforms(low[0], expected("bf16"), ROUNDED)
-    difference = conformance.compare(low[0], own[0])
+    found = {}
+    for reduce in ("bf16", "fp32"):
+        cfg = configured(backend, strategy, {"compute": "bf16", "reduce": reduce})
+        with prepare(cfg) as engine:
+            found[reduce] = MLP.train(engine)
+    assert_conforms(found["bf16"], MLP.plain(configured(backend, strategy, "bf16")), ROUNDED)
+    difference = conformance.compare(found["bf16"], found["fp32"])
     assert difference.first_norm > TOLERANCES["bf16"].first_norm
     assert difference.losses > 1e-5
 
@@ -186,12 +175,6 @@ class Routing(nn.Module):
         return MlpOutput(functional.cross_entropy(logits.float(), labels), logits)
 
 
-def routing():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        return Routing()
-
-
 ROUTED = {
     "on one rank": lambda turn, rank: rank == 0 and turn in (1, 2, 4, 5, 7),
     "on one rank, in some windows": lambda turn, rank: rank == 0 and turn in (1, 4, 5),
@@ -210,27 +193,14 @@ ROUTES = (
 )
 
 
-def routed_batch(turn, rank, routed):
-    return batch("mlp", (2 * turn + rank) * 2, 2) | {"routed": torch.full((2,), ROUTED[routed](turn, rank))}
+def routed_batch(routed, number, rank):
+    return share_of(number, rank) | {"routed": torch.full((2,), ROUTED[routed](number, rank))}
 
 
-def routes(backend, strategy, precision, native, routed):
-    rank = unishard.Topology.from_environment().rank
+ROUTING = {routed: Scenario(Routing, data=partial(routed_batch, routed)) for routed in ROUTED}
+
+
+@in_ranks(cells=ROUTES)
+def test_parameters_that_are_not_always_used_train_as_in_plain_torch(backend, strategy, precision, native, routed):
     sharding = {"strategy": strategy} | ({"units": ["Part"]} if strategy != "no_shard" else {})
-    with unishard.prepare(
-        routing(), configured(backend, sharding, precision, native={"fsdp": NATIVE[native]})
-    ) as engine:
-        return curve(train(engine, [routed_batch(turn, rank, routed) for turn in range(MICRO_BATCHES)]))
-
-
-@pytest.mark.parametrize("cell", ROUTES, ids="-".join)
-def test_parameters_that_are_not_always_used_train_as_in_plain_torch(cell):
-    backend, strategy, precision, _, routed = cell
-    found = values(play(tuple((routes, cell) for cell in ROUTES))[routes, cell])
-    assert found[0] == found[1]
-    batches = [
-        [routed_batch(turn, rank, routed) for turn in range(start, start + ACCUMULATION) for rank in (0, 1)]
-        for start in range(0, MICRO_BATCHES, ACCUMULATION)
-    ]
-    wanted = oracle.train(routing(), batches, configured("fsdp", strategy, precision), world=2)
-    assert_conforms(found[0], wanted, tolerance(backend, strategy, precision))
+    ROUTING[routed].judge(configured(backend, sharding, precision, native={"fsdp": NATIVE[native]}))

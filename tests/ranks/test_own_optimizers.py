@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import assert_conforms, in_ranks, play, refused, values
+from harness import assert_conforms, in_ranks, of_all_ranks, play, refused, values
 from harness.training import DEEP, EACH, MECHANISMS, config, curve, everyones, own_share, train
 from own_optimizers import MAKES, Lamb, Lookahead, Normalized, ScheduleFree, Tracing
 
@@ -14,12 +14,6 @@ from unishard.testing.conformance import TOLERANCES
 from unishard.testing.models import mlp
 
 BEFORE, AFTER = 3, 3
-
-
-def everyones_sizes(size):
-    found = [None] * 2
-    torch.distributed.all_gather_object(found, size)
-    return found
 
 
 MOVES = (
@@ -199,6 +193,6 @@ def test_copies_of_whole_weights_are_refused_and_state_is_found_by_parameter(bac
             assert weight not in engine.optimizer.state
             train(engine, own_share(2))
             state = engine.optimizer.state[weight]
-            sizes = everyones_sizes(state[key].numel() if state else 0)
+            sizes = of_all_ranks(state[key].numel() if state else 0)
             assert sum(sizes) == 13 * 23
             assert len(engine.optimizer.state) <= 25

@@ -9,7 +9,7 @@ import importlib
 
 import pytest
 import torch
-from harness import config, my_rank, on_ranks
+from harness import config, in_ranks, my_rank, of_all_ranks
 from torch import nn
 from torch.nn import functional
 
@@ -34,8 +34,33 @@ class Numbers(nn.Module):
         return x * self.scale.exp() * self.fixed + self.shifts[0] + self.shifts[1]
 
 
-def edited(backend, strategy):
-    """What was read after each edit, and the names and shapes of all."""
+@in_ranks(cells=CELLS)
+def test_each_rank_holds_what_was_planned(backend, strategy, monkeypatch):
+    """Of frozen parameters and a caller's groups too."""
+    planned, held, model = {}, {}, Numbers()
+    model.more = nn.Linear(5, 3).requires_grad_(False)
+
+    def look(adapter, placement, plan, layout):
+        for name, parameter in adapter.module.named_parameters():
+            with torch.no_grad():
+                planned[name], held[name] = layout[name].of(my_rank()), adapter.master_shard(parameter).interval
+
+    def groups(parameters):
+        first, *others = parameters
+        return torch.optim.SGD([{"params": others}, {"params": [first], "lr": 1.0}], lr=1e-3)
+
+    monkeypatch.setattr(importlib.import_module("unishard.engine.prepare"), "verify", look)
+    own = {"native": {"deepspeed": {"zero_optimization": {"parameter_alignment": True}}}}
+    aligned = (backend, strategy) == ("deepspeed", "shard_grad_op")
+    unishard.prepare(model, config(backend, strategy, optimizer=None, **own if aligned else {}), groups).close()
+    everyones = of_all_ranks(held)
+    assert held == planned
+    for name, parameter in Numbers().named_parameters():
+        assert sorted({element for each in everyones for element in each[name]}) == [*range(parameter.numel())]
+
+
+@in_ranks(cells=CELLS)
+def test_they_are_read_and_edited_by_name(backend, strategy):
     with unishard.prepare(Numbers(), config(backend, strategy)) as engine:
         engine.weights.write("scale", torch.tensor(0.25))
         read = [engine.weights.read("scale")]
@@ -53,48 +78,7 @@ def edited(backend, strategy):
             torch.tensor(engine.weights.norms()["scale"]),
         ]
         held = {name: engine.weights.read(name).shape for name, _ in engine.module.named_parameters()}
-        return [float(each) for each in read], [tuple(each.shape) for each in read], shapes, held
-
-
-def cut(backend, strategy):
-    """The elements that this rank was to hold, and those that it holds; frozen parameters and a caller's groups too."""
-    seen = {}
-
-    def look(adapter, placement, plan, layout):
-        for name, parameter in adapter.module.named_parameters():
-            with torch.no_grad():
-                seen[name] = layout[name].of(my_rank()), adapter.master_shard(parameter).interval
-
-    def groups(parameters):
-        first, *others = parameters
-        return torch.optim.SGD([{"params": others}, {"params": [first], "lr": 1.0}], lr=1e-3)
-
-    own = {"native": {"deepspeed": {"zero_optimization": {"parameter_alignment": True}}}}
-    cfg = config(
-        backend, strategy, optimizer=None, **own if (backend, strategy) == ("deepspeed", "shard_grad_op") else {}
-    )
-    model = Numbers()
-    model.more = nn.Linear(5, 3).requires_grad_(False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.import_module("unishard.engine.prepare"), "verify", look)
-        unishard.prepare(model, cfg, groups).close()
-    return seen
-
-
-@pytest.mark.parametrize("cell", CELLS, ids="-".join)
-def test_each_rank_holds_what_was_planned(cell):
-    ranks = on_ranks(cut, *cell)
-    for name, parameter in Numbers().named_parameters():
-        elements = sorted({element for seen in ranks for element in seen[name][1]})
-        assert elements == [*range(parameter.numel())]
-    for seen in ranks:
-        assert {name: held for name, (_, held) in seen.items()} == {name: want for name, (want, _) in seen.items()}
-
-
-@pytest.mark.parametrize("cell", CELLS, ids="-".join)
-def test_they_are_read_and_edited_by_name(cell):
-    for read, shapes, gathered, held in on_ranks(edited, *cell):
-        assert read == pytest.approx([0.25, 0.5, 3.0, 0.5])
-        assert shapes == [()] * 4
-        assert gathered == [(), (), (0, 5)]
-        assert held == {name: parameter.shape for name, parameter in Numbers().named_parameters()}
+    assert [float(each) for each in read] == pytest.approx([0.25, 0.5, 3.0, 0.5])
+    assert [tuple(each.shape) for each in read] == [()] * 4
+    assert shapes == [(), (), (0, 5)]
+    assert held == {name: parameter.shape for name, parameter in Numbers().named_parameters()}

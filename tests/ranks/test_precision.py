@@ -7,28 +7,13 @@ from collections import UserDict
 
 import pytest
 import torch
-from harness import (
-    PAIRS,
-    STRATEGIES,
-    config,
-    in_ranks,
-    my_rank,
-    own_share,
-    play,
-    prepare,
-    refused,
-    train,
-    values,
-)
+from harness import PAIRS, STRATEGIES, config, in_ranks, my_rank, of_all_ranks, own_share, prepare, refused, train
 from harness.training import FEWER
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import unishard
 from unishard.testing.models import Mlp, llama, mlp
-
-CELLS = PAIRS
-everywhere = pytest.mark.parametrize("cell", CELLS, ids="-".join)
 
 
 def held(module):
@@ -75,7 +60,8 @@ def test_products_have_one_setting_in_a_process_and_another_is_refused():
 # -- the loss scale --------------------------------------------------------------------------------
 
 
-def overflowing(backend, strategy):
+@in_ranks(cells=PAIRS)
+def test_a_step_that_one_rank_overflows_is_skipped_on_all_and_leaves_everything_as_it_was(backend, strategy):
     """Six updates; in the third, one rank's gradient overflows fp16 and the other's does not."""
     formats = {"compute": "fp16", "initial_loss_scale": 8.0, "loss_scale_growth_interval": 2}
     falling = {"name": "linear", "total_steps": 10}
@@ -91,64 +77,40 @@ def overflowing(backend, strategy):
             after = held(engine.module), state_of(engine)
             same = [unchanged(one, other) for one, other in zip(before, after, strict=True)]
             log.append((scale, step.updated, step.skipped, step.grad_norm, same, engine.lr == lr))
-        return log, engine.gradients.loss_scale
+        last = engine.gradients.loss_scale
+    norms = of_all_ranks([entry[3] for entry in log])
+    # Doubled after two updates in a row, halved by the skipped one.
+    assert [entry[0] for entry in log] == [8, 8, 16, 8, 8, 16]
+    assert last == 16
+    assert [entry[1:3] for entry in log] == [(True, False)] * 2 + [(False, True)] + [(True, False)] * 3
+    assert log[2][3] == float("inf")
+    assert log[2][4] == [True, True], "neither parameters nor the optimizer's state"
+    assert log[2][5], "nor the schedule"
+    assert log[3][4] == [False, False]
+    assert not log[3][5]
+    assert norms[0] == norms[1]
 
 
-@everywhere
-def test_a_step_that_one_rank_overflows_is_skipped_on_all_and_leaves_everything_as_it_was(cell):
-    ranks = values(play(tuple((overflowing, cell) for cell in CELLS))[overflowing, cell])
-    for log, scale in ranks:
-        # Doubled after two updates in a row, halved by the skipped one.
-        assert [entry[0] for entry in log] == [8, 8, 16, 8, 8, 16]
-        assert scale == 16
-        assert [entry[1:3] for entry in log] == [(True, False)] * 2 + [(False, True)] + [(True, False)] * 3
-        assert log[2][3] == float("inf")
-        assert log[2][4] == [True, True], "neither parameters nor the optimizer's state"
-        assert log[2][5], "nor the schedule"
-        assert log[3][4] == [False, False]
-        assert not log[3][5]
-    assert [[entry[3] for entry in log] for log, _ in ranks] == [[entry[3] for entry in ranks[0][0]]] * 2
-
-
-def scaled(backend, strategy, scale):
-    formats = {"compute": "fp16", "loss_scale": scale}
-    with prepare(config(backend, strategy, precision=formats, training={"gradient_clipping": 1.0})) as engine:
-        return [(loss, step.grad_norm) for loss, step in train(engine, own_share(3))], engine.gradients.loss_scale
-
-
-@everywhere
-def test_losses_and_norms_do_not_depend_on_the_scale(cell):
-    played = play(SCALED)
-    (one, _), (other, scale) = (values(played[scaled, (*cell, scale)])[0] for scale in (1.0, 64.0))
-    assert scale == 64.0
-    for found, wanted in zip(other, one, strict=True):
+@in_ranks(cells=PAIRS)
+def test_neither_losses_nor_norms_nor_what_a_user_sees_and_sets_depend_on_the_scale(backend, strategy):
+    """Nor the norms of a window's gradients, before and after one of them is doubled."""
+    done = {}
+    for scale in (1.0, 64.0):
+        formats = {"compute": "fp16", "loss_scale": scale}
+        with prepare(config(backend, strategy, precision=formats, training={"gradient_clipping": 1.0})) as engine:
+            done[scale] = [(loss, step.grad_norm) for loss, step in train(engine, own_share(3))]
+            assert engine.gradients.loss_scale == scale
+    for found, wanted in zip(done[64.0], done[1.0], strict=True):
         assert found == pytest.approx(wanted, rel=2e-3)  # at a scale of 1 small fp16 gradients are denormal
-
-
-def looked_at(backend, strategy):
-    """The norms of a window's gradients before and after one of them is doubled."""
     with prepare(config(backend, strategy, precision={"compute": "fp16", "loss_scale": 64.0})) as engine:
         engine.backward(engine(**own_share(1)[0]).loss)
         before = engine.gradients.norms()
         engine.gradients.write("head.weight", 2 * engine.gradients.read("head.weight"))
         after = engine.gradients.norms()
-        return before, after, engine.step().grad_norm
-
-
-SCALED = (
-    *((scaled, (*cell, scale)) for cell in CELLS for scale in (1.0, 64.0)),
-    *((looked_at, cell) for cell in CELLS),
-)
-
-
-@everywhere
-def test_gradients_that_a_user_sees_and_sets_are_not_scaled(cell):
-    played = play(SCALED)
-    plain = values(played[scaled, (*cell, 64.0)])[0][0][0][1]
-    for before, after, norm in values(played[looked_at, cell]):
-        assert math.hypot(*before.values()) == pytest.approx(plain, rel=1e-5)
-        assert after == pytest.approx(before | {"head.weight": 2 * before["head.weight"]}, rel=1e-6)
-        assert norm == pytest.approx(math.hypot(*after.values()), rel=1e-5)
+        norm = engine.step().grad_norm
+    assert math.hypot(*before.values()) == pytest.approx(done[64.0][0][1], rel=1e-5)
+    assert after == pytest.approx(before | {"head.weight": 2 * before["head.weight"]}, rel=1e-6)
+    assert norm == pytest.approx(math.hypot(*after.values()), rel=1e-5)
 
 
 @in_ranks(cells=tuple((*cell, dynamic) for cell in FEWER for dynamic in (True, False)), in_turn=True)
@@ -186,7 +148,7 @@ FORMATS = (
 )
 LOADED = tuple(
     (*cell, *formats)
-    for place, cell in enumerate(CELLS)
+    for place, cell in enumerate(PAIRS)
     for number, formats in enumerate(FORMATS)
     if (place + place // len(STRATEGIES) + number) % 2 == 0
 )
@@ -257,7 +219,7 @@ class Nested(nn.Module):
 
 NESTED = tuple(
     (*cell, compute)
-    for place, cell in enumerate(CELLS)
+    for place, cell in enumerate(PAIRS)
     for number, compute in enumerate(("fp32", "bf16", "fp16"))
     if (place + place // len(STRATEGIES) + number) % 2 == 0
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from harness import BACKENDS, in_ranks, refused
+from harness import BACKENDS, in_ranks, of_all_ranks, refused
 from harness.training import DEEP, EACH
 from sequence_models import LENGTH, VOCABULARY, Own, Packed, batch_of, build
 from test_sequence import assert_equal, configured, expected, trained
@@ -22,12 +22,6 @@ import unishard
 from unishard.sequence import tiles
 
 METHODS = ("ulysses", "allgather")
-
-
-def _everyones(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 @in_ranks(cells=EACH, in_turn=True)
@@ -46,7 +40,7 @@ def test_each_rank_shows_the_loss_of_the_whole_micro_batch(backend):
     whole.backward()
     assert loss.item() == pytest.approx(whole.item(), rel=1e-6)
     assert norm == pytest.approx(torch.nn.utils.get_total_norm([each.grad for each in plain.parameters()]).item())
-    assert _everyones(loss.item()) == [loss.item()] * 2
+    assert of_all_ranks(loss.item()) == [loss.item()] * 2
 
 
 @in_ranks(cells=tuple((backend, METHODS[number % 2]) for number, backend in enumerate(BACKENDS)))

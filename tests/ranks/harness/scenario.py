@@ -8,24 +8,22 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import unishard
 from dev.ranks.training import MICRO_BATCHES, curve
 from harness.curves import assert_conforms, tolerance
+from harness.starting import of_all_ranks
 from unishard.config import Config
 from unishard.testing import models, oracle
 from unishard.testing.cells import MICRO_BATCH
 from unishard.testing.conformance import Tolerance
 from unishard.testing.oracle import Batch, Curve, Summed
 
-WORLD = 2
 
-
-def share_of(number: int, rank: int) -> Batch:
+def share_of(number: int, rank: int, world: int = 2) -> Batch:
     """A rank's micro-batch for the MLP."""
-    return models.batch("mlp", (number * WORLD + rank) * MICRO_BATCH, MICRO_BATCH)
+    return models.batch("mlp", (number * world + rank) * MICRO_BATCH, MICRO_BATCH)
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class Scenario:
     loss: Callable[[Any, Batch], Tensor] | None = None
     """Of an engine or a plain model, and a micro-batch. By default the field of what it returns."""
     micro_batches: int = MICRO_BATCHES
+    world: int = 2
     disturb: Callable[[Any, int], None] | None = None
     """Is done to the engine after the backward of each micro-batch, and changes nothing that is compared."""
 
@@ -61,9 +60,7 @@ class Scenario:
                 self.disturb(engine, number)
             done.append((engine.mean(loss), engine.step()))
         found = curve(done)
-        everyones = [found] * engine.world_size
-        dist.all_gather_object(everyones, found)
-        assert everyones == [found] * engine.world_size
+        assert of_all_ranks(found) == [found] * engine.world_size
         return found
 
     def plain(self, cfg: Config) -> Curve:
@@ -81,8 +78,8 @@ class Scenario:
 @cache
 def _plain(scenario: Scenario, said: str) -> Curve:
     cfg = Config.model_validate_json(said)
-    every = [scenario.data(number, rank) for number in range(scenario.micro_batches) for rank in range(WORLD)]
-    length = cfg.training.gradient_accumulation_steps * WORLD
+    every = [scenario.data(number, rank) for number in range(scenario.micro_batches) for rank in range(scenario.world)]
+    length = cfg.training.gradient_accumulation_steps * scenario.world
     windows = [every[start : start + length] for start in range(0, len(every), length)]
     summed = Summed(scenario.loss, lambda micro_batch: 1) if scenario.loss else None
-    return oracle.train(scenario.built(), windows, cfg, world=WORLD, summed=summed)
+    return oracle.train(scenario.built(), windows, cfg, world=scenario.world, summed=summed)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch.distributed as dist
 from _pytest.assertion import install_importhook, util
 from _pytest.config import get_config
 
@@ -152,6 +153,13 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank} raised {': '.join(outcome.error)}\n{outcome.where}"
     return [outcome.value for outcome in outcomes]
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """A value of each rank, on all of them. Collective."""
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, value)
+    return everyones
 
 
 def on_ranks(scenario: Act, *arguments: Any, world: int = 2) -> list[Any]:
