@@ -287,8 +287,8 @@ def call(case):
 
 
 WORLDS = {case: 4 if case.startswith(("replica-groups", "second-copies")) else 1 for case in PRIVATE_API}
-NOT_REFUSED = ("gathers-stage-3", "partitioned-parameters")
-"""Cases without whose names nothing is refused: the host waits for what a CUDA device gathers (tests/device_sim has one),
+NOT_REFUSED = ("frees-stage-3", "gathers-stage-3", "partitioned-parameters")
+"""Cases without whose names nothing is refused: of what only a CUDA device does (tests/device_sim has one),
 and parameters that are not gathered show nothing."""
 RENAMED = [(case, name) for case, patch in PRIVATE_API.items() if case not in NOT_REFUSED for name in patch.names]
 
