@@ -27,6 +27,7 @@ from unishard_fsdp import options
 from unishard_fsdp.cases.conditional_parameters import ConditionalParameters
 from unishard_fsdp.cases.embeddings import UngatheredEmbeddings
 from unishard_fsdp.cases.host_copies import HostCopies
+from unishard_fsdp.cases.prefetched_units import PrefetchedUnits
 from unishard_fsdp.cases.replicated_parameters import ReplicatedParameters
 from unishard_fsdp.cases.toggled_parameters import ToggledParameters
 from unishard_fsdp.cases.unreduced_gradients import UnreducedGradients
@@ -79,6 +80,8 @@ def build(model: nn.Module, plan: RunPlan) -> ShardedModel:
         embeddings = applying.apply_fully_shard(model, units.gathered, device, native, forwards, frozen=frozen)
     built = None if optimizer is None else optimizer(_named(model))
     sharded = FSDPModel(model, device, spec, precision, forwards)
+    if isinstance(native, options.FullyShard) and native.prefetch_numel and PRIVATE_API["pending-gathers"].works:
+        sharded.cases.append(PrefetchedUnits(sharded.modules()))
     if built is not None:
         optional = [each for unit in units.conditional for each in unit.module.parameters() if not is_replicated(each)]
         sharded.updates = _updates(sharded, spec, built, embeddings, optional)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 from unittest import mock
@@ -299,6 +300,34 @@ def test_a_proof_changes_no_weight_and_draws_no_random_number(backend):
                 assert torch.equal(engine.weights.read(each), value), each
             for buffer, value in zip(engine.module.buffers(), buffers, strict=True):
                 assert torch.equal(buffer, value)
+
+
+class OtherOrder(nn.Module):
+    """Runs its units in another order than they are in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY)
+        self.projection = nn.Linear(32, 32)
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(input_ids)
+        for norm in self.norms:
+            hidden = norm(hidden)
+        return self.head(self.projection(hidden))
+
+
+@in_ranks(cells=EACH)
+def test_the_weights_of_a_proof_are_gone(backend):
+    """Also where a unit was gathered ahead and did not run."""
+    torch.manual_seed(0)
+    plain, batch = OtherOrder(), batch_of(Packed(packed=False, length=24), 0)
+    with unishard.prepare(copy.deepcopy(plain), configured(backend, "full_shard")) as engine:
+        (part,) = engine.batches([batch])
+        logits = engine.gather_for_metrics(engine(part["input_ids"], part["position_ids"]))
+        engine.discard()
+    torch.testing.assert_close(logits, plain(batch["input_ids"], None), rtol=0, atol=1e-5)
 
 
 @in_ranks(cells=EACH)

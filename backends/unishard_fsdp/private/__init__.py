@@ -61,6 +61,15 @@ PRIVATE_API = by_name(
         until="2.15",
     ),
     PrivateApi(
+        name="pending-gathers",
+        case="A forward without backward, before weights are written, of a model that runs units in another order than "
+        "they are in,",
+        names=(*_GROUPS, *_group("wait_for_unshard")),
+        versions=_RUN,
+        link=f"{_SOURCE}/_fsdp_param_group.py#L373",
+        instead="set communication.prefetch_bucket_size to 0",
+    ),
+    PrivateApi(
         name="released-modules",
         case="engine.framework.release()",
         names=("torch.distributed._composable_state:_module_state_mapping",),
