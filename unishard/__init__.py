@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from unishard.matrices.matrix_optimizer import MatrixOptimizer
     from unishard.matrices.muon import Muon
     from unishard.sequence.attention import attention
+    from unishard.sequence.by_heads import by_heads
+    from unishard.sequence.halo import causal_conv, shift
 
 __all__ = [
     "Backend",
@@ -76,12 +78,15 @@ __all__ = [
     "UnishardError",
     "attention",
     "available",
+    "by_heads",
+    "causal_conv",
     "chunked_loss",
     "dataloader",
     "from_pretrained",
     "init",
     "load",
     "prepare",
+    "shift",
     "shutdown",
     "translate",
 ]
@@ -97,11 +102,14 @@ _ON_FIRST_USE = {
     "Resumed": "unishard.contract.results",
     "Step": "unishard.contract.results",
     "attention": "unishard.sequence.attention",
+    "by_heads": "unishard.sequence.by_heads",
+    "causal_conv": "unishard.sequence.halo",
     "chunked_loss": "unishard.logits.chunks",
     "dataloader": "unishard.data",
     "from_pretrained": "unishard.engine.model.from_pretrained",
     "init": "unishard.engine.model.initialization",
     "prepare": "unishard.engine.prepare",
+    "shift": "unishard.sequence.halo",
     "shutdown": "unishard.failures.lifetime",
 }
 

@@ -49,15 +49,15 @@ def expected(
 ) -> tuple[oracle.Curve, dict[str, torch.Tensor]]:
     """What plain torch makes of the same samples in one process: the mean of the micro-batches' means."""
     given = cfg.precision.compute, name, readers, updates
-    return _of_plain_torch(*given) if model is None else _trained_plainly(model, *given)
+    return _of_plain_torch(*given) if model is None else trained_plainly(model, *given)
 
 
 @cache
 def _of_plain_torch(compute: str, name: str, *given: int) -> tuple[oracle.Curve, dict[str, torch.Tensor]]:
-    return _trained_plainly(build(name), compute, name, *given)
+    return trained_plainly(build(name), compute, name, *given)
 
 
-def _trained_plainly(
+def trained_plainly(
     model: Any, compute: str, name: str, readers: int, updates: int
 ) -> tuple[oracle.Curve, dict[str, torch.Tensor]]:
     data = data_for(name)

@@ -35,6 +35,14 @@ class SequenceParallel(Section):
     value heads are repeated where they are fewer. `allgather`: each rank has all keys and values, for any number of
     heads; positions are dealt out so that causal work is balanced. `auto`: `ulysses` where the heads divide.
     """
+    recurrences: Annotated[Literal["auto", "heads", "states"], _SPLIT] = Field(default="auto")
+    """How recurrences of hybrid models see the whole sequence.
+
+    `heads`: by all-to-all, as attention by `ulysses`. `states`: each rank computes its positions from a zero state, and
+    an all-gather of states, which do not grow with the sequence, says what is missing; where the recurrence is known to
+    be linear (gated delta rules, Mamba2), for documents that are not apart, else as `heads`. `auto`: the one of both
+    that sends less, and `states` where heads do not divide.
+    """
     keys: Annotated[Literal["auto"] | list[str], _SPLIT] = Field(default="auto")
     """Keys of the tensors of a batch that are split, `[batch, sequence, ...]`; `auto` for each that is as long as the
     inputs."""

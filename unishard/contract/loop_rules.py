@@ -54,6 +54,9 @@ LOOP: Mapping[str, Rule] = {
         "groups of neighboring ranks share samples; the engine shards over all ranks, as without it"
     ),
     "parallel.sequence.method": done_by_unishard("attention by all-to-all of heads, or all-gather of keys and values"),
+    "parallel.sequence.recurrences": done_by_unishard(
+        "recurrences and state spaces by all-to-all of heads, or all-gather of states"
+    ),
     "parallel.sequence.keys": done_by_unishard("which tensors `engine.batches` splits"),
     "parallel.sequence.pad_to": done_by_unishard("`engine.batches` pads"),
     "training.micro_batch_size": done_by_unishard("batch size of `unishard.dataloader`"),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-from math import gcd
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,8 +10,13 @@ from torch import Tensor
 from unishard.errors import ModelError
 from unishard.sequence import context
 from unishard.sequence.context import KeyRule, SplitBatch
-from unishard.sequence.documents import Documents
-from unishard.sequence.exchange import gather_positions, heads_for_positions, positions_for_heads
+from unishard.sequence.documents import Documents, alike
+from unishard.sequence.exchange import (
+    gather_positions,
+    heads_for_positions,
+    positions_for_heads,
+    repeats_to_divide,
+)
 from unishard.sequence.layout import PositionRange
 from unishard.sequence.tiles import Scores, attend, attend_masked, tiles
 
@@ -105,15 +108,14 @@ def _by_heads(
 ) -> Tensor:
     """DeepSpeed-Ulysses: each rank has all positions of some heads."""
     size, group = split.group.size, split.group
-    heads, key_heads = query.shape[1], key.shape[1]
+    heads = query.shape[1]
     if heads % size:
         raise ModelError(
             f"parallel.sequence.method is ulysses, but {heads} heads do not divide by {size} ranks; write auto or "
             "allgather"
         )
-    if key_heads % size:
-        repeats = size // gcd(key_heads, size)
-        repeats = repeats if heads % (key_heads * repeats) == 0 else heads // key_heads
+    repeats = repeats_to_divide(key.shape[1], heads, size)
+    if repeats > 1:
         key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
     if scores.sinks is not None:
         scores = scores._replace(sinks=scores.sinks.chunk(size)[group.rank])
@@ -159,22 +161,13 @@ def _of_documents(
 ) -> Tensor:
     """The attention of each sample; those with the same documents together."""
     outputs = []
-    for rows, of_rows in _alike(documents):
+    for rows, of_rows in alike(documents):
         parts = []
         for queries, keys, first in tiles(runs, of_rows, rule):
             part = (query[rows, :, queries], key[rows, :, keys], value[rows, :, keys])
             parts.append(attend(*part, first, rule, scores))
         outputs.append(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def _alike(documents: Sequence[Documents]) -> Iterator[tuple[slice, Documents]]:
-    """Neighboring samples with the same documents."""
-    first = 0
-    for of_rows, alike in groupby(documents):
-        number = sum(1 for _ in alike)
-        yield slice(first, first + number), of_rows
-        first += number
 
 
 def _position_by_position(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from unishard.sequence.documents import Documents
 from unishard.sequence.group import SequenceGroup
@@ -39,14 +39,29 @@ class SplitBatch:
     """Whether they are known of a mask, not of positions that begin again."""
     joined: set[KeyRule]
     """The rules under which the model does not keep packed documents apart."""
+    recurrences: str = "auto"
+    """`heads`, `states`, or `auto`: the one that sends less."""
+    mixed_heads: set[str] = field(default_factory=set)
+    """Functions declared by heads that a proof has seen to mix them."""
     proving: bool = False
     """Whether attention leaves each position by itself (`unishard.sequence.proof`)."""
 
     def documents_under(self, rule: KeyRule) -> Sequence[Documents]:
         """The documents that a rule keeps apart; padding is one of its own where tokens would see it."""
         joined = rule in self.joined and not self.masked
-        documents = [((0, self.length),)] * len(self.documents) if joined else self.documents
+        documents = self.whole_samples if joined else self.documents
         return documents if rule.causal else [_cut(each, self.unpadded) for each in documents]
+
+    @property
+    def separate_documents(self) -> Sequence[Documents]:
+        """Packed documents of each sample, and padding that was added to it; a mask is the model's own to read."""
+        documents = self.whole_samples if self.masked else self.documents
+        return [_cut(each, self.unpadded) for each in documents]
+
+    @property
+    def whole_samples(self) -> Sequence[Documents]:
+        """One document each."""
+        return [((0, self.length),)] * len(self.documents)
 
     @property
     def part(self) -> int:

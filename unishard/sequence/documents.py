@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
 import torch
 from torch import Tensor
 
@@ -37,6 +40,15 @@ def documents_of(positions: Tensor, mask: Tensor | None) -> list[Documents]:
     if mask is not None:
         _require_no_holes(mask, documents)
     return documents
+
+
+def alike(documents: Sequence[Documents]) -> Iterator[tuple[slice, Documents]]:
+    """Neighboring samples with the same documents."""
+    first = 0
+    for of_rows, group in groupby(documents):
+        number = sum(1 for _ in group)
+        yield slice(first, first + number), of_rows
+        first += number
 
 
 def _require_no_holes(mask: Tensor, documents: list[Documents]) -> None:

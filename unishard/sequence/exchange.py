@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ def heads_for_positions(tensor: Tensor, group: SequenceGroup) -> Tensor:
 def positions_for_heads(tensor: Tensor, group: SequenceGroup) -> Tensor:
     """The opposite of `heads_for_positions`."""
     return _AllToAll.apply(tensor, group, 2, 1)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def repeats_to_divide(fewer: int, heads: int, size: int) -> int:
+    """How often each of the heads that others share, `fewer` than `heads`, is sent so that all divide by a size."""
+    repeats = size // gcd(fewer, size)
+    return repeats if heads % (fewer * repeats) == 0 else heads // fewer
 
 
 def gather_positions(tensor: Tensor, group: SequenceGroup) -> Tensor:

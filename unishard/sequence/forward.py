@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from unishard.config import SequenceParallel
 from unishard.distributed.nested_tensors import tensors_in
 from unishard.errors import ContractError
 from unishard.sequence import context
@@ -39,7 +40,12 @@ class SplitForward:
     """Tells attention what micro-batch runs, and makes the loss that of the whole micro-batch."""
 
     def __init__(
-        self, model: nn.Module, group: SequenceGroup, layout: PositionLayout, method: str, parts: KnownParts
+        self,
+        model: nn.Module,
+        group: SequenceGroup,
+        layout: PositionLayout,
+        section: SequenceParallel,
+        parts: KnownParts,
     ) -> None:
         """Watch the forward of a model.
 
@@ -47,14 +53,14 @@ class SplitForward:
             model: It calls `unishard.attention`, or is one of transformers.
             group: This rank's.
             layout: Which positions each rank has.
-            method: As in the config.
+            section: Of the config, with `method` decided.
             parts: What was split.
 
         Raises:
             ModelError: It is one of transformers that computes attention by its own code, or by a function that
                 transformers does not have.
         """
-        self.group, self._layout, self._method = group, layout, method
+        self.group, self._layout, self._section = group, layout, section
         self.parts = parts
         self.last: SplitBatch | None = None
         """That of the last forward."""
@@ -64,6 +70,8 @@ class SplitForward:
         self._counted = False
         """Whether the loss of the running forward is to be averaged."""
         self._joined: set[KeyRule] = set()
+        self.mixed_heads: set[str] = set()
+        """Functions declared by heads that a proof has seen to mix them."""
         self._proving = False
         self._balance = ExpertBalance(model, group)
         self._model = model
@@ -195,12 +203,14 @@ class SplitForward:
         return SplitBatch(
             group=self.group,
             layout=self._layout,
-            method=self._method,
+            method=self._section.method,
             length=part * self.group.size,
             unpadded=self.parts.length(call, part * self.group.size),
             documents=documents,
             masked=mask is not None,
             joined=self._joined,
+            recurrences=self._section.recurrences,
+            mixed_heads=self.mixed_heads,
             proving=self._proving,
         )
 

@@ -13,7 +13,7 @@ from unishard.errors import DataError
 IGNORED = -100
 """The label that the losses of transformers and torch leave out."""
 _TARGETS = re.compile(r"label|target|^y$")
-_INPUTS = re.compile(r"(ids|tokens|embeds|inputs?)$|^(idx|x)$")
+_INPUTS = re.compile(r"(ids|tokens|embeds|inputs?|seq_idx)$|^(idx|x)$")
 _COUNTS_NOTHING = re.compile("mask|weight")
 _OF_IDS = 2
 """Dimensions of `[batch, sequence]`."""

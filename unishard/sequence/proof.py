@@ -80,7 +80,9 @@ def prove(
     runs = _Runs(run, (part, *_of_all(forward, part, share)), share, again=again)
     with unchanged(model), forward.proof():
         before = kept_losses(model)
-        if (mixing := runs.mixing(model)) is not None:
+        mixing = runs.mixing(model)
+        _require_own_heads(forward)
+        if mixing is not None:
             raise _refusal(model, forward, kwargs, mixing)
         part_only, every = (partial(runs.made, probe) for probe in _sorted(part, runs.whole, share))
         return () if again else changed_by_parts(model, before, part_only, every, group)
@@ -238,6 +240,18 @@ def _on_all(same: bool) -> bool:
 
 def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _require_own_heads(forward: SplitForward) -> None:
+    """Refuse functions that are declared by heads, and mix them on any rank. Collective."""
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, forward.mixed_heads)
+    if mixed := sorted(set().union(*everyones)):
+        raise ModelError(
+            f"{mixed[0]} is declared by unishard.by_heads, but what it computes for a head depends on other heads, so "
+            "it would train wrongly in silence under parallel.sequence; take the declaration away, or remove "
+            "parallel.sequence"
+        )
 
 
 def _refusal(model: nn.Module, forward: SplitForward, kwargs: dict[str, Any], mixing: Mixing) -> ModelError:

@@ -45,7 +45,7 @@ class SplitSequences:
         self._parts = KnownParts()
         self.group = make_group(section.size)
         self._layout = PositionLayout(section.size, balanced=section.method == "allgather")
-        self.forward = SplitForward(model, self.group, self._layout, section.method, self._parts)
+        self.forward = SplitForward(model, self.group, self._layout, section, self._parts)
         self._splitter = BatchSplitter(
             self.group,
             self._layout,

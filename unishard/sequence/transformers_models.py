@@ -13,6 +13,7 @@ from unishard.errors import ModelError
 from unishard.sequence import context
 from unishard.sequence.attention import split_attention
 from unishard.sequence.context import KeyRule, SplitBatch
+from unishard.sequence.hybrid_functions import mixes_by_functions, use_split_functions
 from unishard.sequence.replaced_attention import require_plain_scores
 from unishard.sequence.tiles import Scores
 
@@ -40,10 +41,10 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 def use_split_attention(model: nn.Module) -> Callable[[], None]:
-    """Let the models of transformers in `model` use split attention.
+    """Let the models of transformers in `model` use split attention, and split recurrences and convolutions.
 
     Returns:
-        What gives them back the attention that they had.
+        What gives them back what they had.
 
     Raises:
         ModelError: One of them computes attention by its own code.
@@ -54,13 +55,16 @@ def use_split_attention(model: nn.Module) -> Callable[[], None]:
     AttentionMaskInterface.register(NAME, _mask)
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for module in models:
-        if not module.is_backend_compatible():
+        if not (module.is_backend_compatible() or mixes_by_functions(type(module))):  # those do not say it
             raise _not_by_interface(module)
     before = [module.config._attn_implementation for module in models]
     for module in models:
         module.set_attn_implementation(NAME)
 
+    restore_functions = use_split_functions(model)
+
     def restore() -> None:
+        restore_functions()
         for module, implementation in zip(models, before, strict=True):  # those inside come later
             module.set_attn_implementation(implementation)
 

@@ -50,6 +50,7 @@ def sharing_samples(model: nn.Module, section: SequenceParallel, rows: int, part
         documents=[((0, part * size),)] * rows,
         masked=False,
         joined=set(),
+        recurrences=section.recurrences,
     )
     restore = use_split_attention(model) if is_transformers(model) else None
     context.current = split

@@ -1,0 +1,182 @@
+"""The functions by which hybrid models of transformers mix positions outside of attention: a row for each.
+
+Their mixers call them by name, as functions of their module (5.23), which stand for a kernel of fla, mamba_ssm or
+causal_conv1d where that is installed. While a model is prepared, the names of its modules lead to functions that see
+whole sequences in its forwards, and to the own ones in those of every other model.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unishard.sequence import context, states
+from unishard.sequence.by_heads import over_heads, stand_in
+from unishard.sequence.context import SplitBatch
+from unishard.sequence.halo import over_halo
+from unishard.sequence.head_layout import DeclaredFunction
+
+
+class _Recurrence(NamedTuple):
+    """How a function that computes each head by itself is laid out."""
+
+    layout: str
+    by_states: Callable[..., Any] | None = None
+    """Computes it by states, if that is known."""
+
+
+_RECURRENCES = {
+    "torch_chunk_gated_delta_rule": _Recurrence(
+        "query: b l g d, key: b l g d, value: b l h v, g: b l h, beta: b l h -> b l h v", states.delta_rule
+    ),
+    "chunk_kimi_delta_attention": _Recurrence(
+        "query: b l h d, key: b l h d, value: b l h v, g: b l h d, beta: b l h -> b l h v", states.delta_rule
+    ),
+    "mamba2_chunk_scan": _Recurrence(
+        "hidden_states: b l h p, dt: b l h, A: h, B: b l g n, C: b l g n, D: h, dt_bias: h -> b l h p", states.mamba2
+    ),
+    "mamba_selective_scan": _Recurrence(
+        "hidden_states: b h l, dt: b h l, A: h n, B: b n l, C: b n l, D: h, z: b h l, delta_bias: h -> b h l"
+    ),
+}
+_CONVOLUTION = "causal_conv1d_fn"
+_FUSED = ("mamba_inner_fn", "mamba2_split_conv1d_scan_combined")
+"""Kernels that convolve and scan at once. Where they return None, as without them, a mixer does one after the other."""
+_NAMES = {*_RECURRENCES, _CONVOLUTION, *_FUSED}
+_BORDERS = ("seq_idx", "cu_seqlens")
+"""Arguments by which batches keep packed documents apart."""
+
+_Split = Callable[..., Any]
+_logger = logging.getLogger("unishard")
+_own: dict[tuple[str, str], Callable[..., Any]] = {}
+"""The functions that are replaced, by module and name."""
+_users: Counter[tuple[str, str]] = Counter()
+"""How many prepared models have them replaced."""
+
+
+def mixes_by_functions(cls: type) -> bool:
+    """Whether the module of a model's class has such functions."""
+    return cls.__module__.startswith("transformers.") and not _NAMES.isdisjoint(vars(sys.modules[cls.__module__]))
+
+
+def use_split_functions(model: nn.Module) -> Callable[[], None]:
+    """Let the mixers of transformers' models in `model` see whole sequences.
+
+    Returns:
+        What gives their modules back the functions that they had.
+    """
+    classes = {type(module) for module in model.modules()}
+    modules = {cls.__module__ for cls in classes if mixes_by_functions(cls)}
+    places = [(module, name) for module in modules for name in _NAMES & {*vars(sys.modules[module])}]
+    for place in places:
+        if not _users[place]:
+            _own[place] = getattr(sys.modules[place[0]], place[1])
+            setattr(sys.modules[place[0]], place[1], _dispatching(place[1], _own[place]))
+        _users[place] += 1
+
+    def restore() -> None:
+        for place in places:
+            _users[place] -= 1
+            if not _users[place]:
+                setattr(sys.modules[place[0]], place[1], _own.pop(place))
+
+    return restore
+
+
+def _dispatching(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is `own`, but in a forward of a model whose sequences are split."""
+    split_function = torch.compiler.disable(_split_function(name, own))  # type: ignore[no-untyped-call]
+
+    @functools.wraps(own)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if context.current is None:
+            return own(*args, **kwargs)
+        return split_function(context.current, *args, **kwargs)
+
+    return run
+
+
+def _split_function(name: str, own: Callable[..., Any]) -> _Split:
+    if name in _FUSED:
+        return lambda split, *args, **kwargs: None
+    if name == _CONVOLUTION:
+        return functools.partial(_convolution, own)
+    recurrence = _RECURRENCES[name]
+    return functools.partial(_recurrence, own, DeclaredFunction(own, recurrence.layout), recurrence.by_states)
+
+
+def _convolution(
+    own: Callable[..., Any], split: SplitBatch, hidden_states: Tensor, weight: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    apart, kwargs = _borders(own, split, kwargs)
+
+    def convolved(seen: Tensor) -> Tensor:
+        made: Tensor = own(seen, weight, *args, **kwargs)
+        return made
+
+    return over_halo(convolved, hidden_states, weight.shape[-1] - 1, apart=apart)
+
+
+def _recurrence(
+    own: Callable[..., Any],
+    declared: DeclaredFunction,
+    by_states: Callable[..., Any] | None,
+    split: SplitBatch,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    apart, kwargs = _borders(own, split, kwargs)
+    if split.proving:
+        return stand_in(declared, split, args, kwargs)
+    if by_states is not None and not apart and _prefers_states(declared, split, args, kwargs):
+        return by_states(own, split, *args, **kwargs)
+    return over_heads(declared, split, args, kwargs, split.separate_documents if apart else split.whole_samples)
+
+
+def _prefers_states(
+    declared: DeclaredFunction, split: SplitBatch, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a recurrence that can do both goes by states; `auto`: where it sends less, or heads do not divide."""
+    if split.recurrences != "auto":
+        return split.recurrences == "states"
+    tensors = declared.tensors(args, kwargs)
+    sizes = declared.sizes(tensors, split.part)
+    if sizes["h"] % split.group.size:
+        return True
+    sent = sum(each.nbytes for name, each in tensors.items() if "l" in declared.arguments[name]) // split.group.size
+    rows, columns = _state_sizes(sizes)
+    runs = split.layout.multiple // split.group.size
+    return sizes["b"] * runs * sizes["h"] * rows * columns * torch.float32.itemsize < sent
+
+
+def _state_sizes(sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Of a head: those of what a run sends, its state, and of a delta rule what it does to one."""
+    if "n" in sizes:
+        return sizes["p"], sizes["n"]
+    return sizes["d"], sizes["d"] + sizes["v"]
+
+
+def _borders(own: Callable[..., Any], split: SplitBatch, kwargs: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Whether a call keeps documents apart, and its arguments without those that say it, which are of whole samples."""
+    apart = any(kwargs.get(name) is not None for name in _BORDERS)
+    if not apart and not split.proving and any(len(each) > 1 for each in split.separate_documents):
+        _say_joined()
+    return apart, {name: value for name, value in kwargs.items() if name not in _BORDERS}
+
+
+@functools.cache
+def _say_joined() -> None:
+    if not dist.get_rank():
+        _logger.warning(
+            "parallel.sequence: recurrences and convolutions of this model do not keep packed documents apart, as "
+            "without it; put seq_idx and cu_seq_lens_q into the batches, as transformers' DataCollatorWithFlattening "
+            "does with return_seq_idx=True and return_flash_attn_kwargs=True"
+        )
