@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from harness import BACKENDS, DEEP, in_ranks, my_rank, refused
 from harness.training import EACH
 from hybrid_models import HYBRID, Mixing, hybrid, own_hybrid, recurrence, samples
+from kernels_of_hybrids import kernels_for
 from sequence_models import LENGTH, VOCABULARY, batch_of
 from test_sequence import assert_equal, configured, trained, trained_plainly
 from torch.nn import functional
@@ -108,6 +110,46 @@ def test_a_cut_is_seen(backend, cut):
     reference, _ = expected("Qwen3Next")
     assert curve.norms[0] == pytest.approx(reference.norms[0], rel=0.5)
     assert abs(curve.losses[0] / reference.losses[0] - 1) > 1e-4
+
+
+def marked(name: str) -> dict[str, torch.Tensor]:
+    """Packed documents of which a batch says where they begin, as transformers' collator does for kernels."""
+    batch = batch_of(samples(packed=True), 0)
+    borders = [int((row == 0).nonzero()[1]) for row in batch["position_ids"]]
+    for row, border in enumerate(borders):
+        batch["labels"][row, border] = -100
+    batch["seq_idx"] = torch.stack([(torch.arange(LENGTH) >= border).int() for border in borders])
+    if name == "Qwen3Next":  # fla takes one row
+        batch = {key: value[:1] for key, value in batch.items()}
+        batch["cu_seq_lens_q"] = torch.tensor([0, borders[0], LENGTH], dtype=torch.int32)
+    return batch
+
+
+@in_ranks(
+    cells=(
+        ("fsdp", "Qwen3Next", True, "ulysses"),
+        ("deepspeed", "Bamba", True, "allgather"),
+        ("deepspeed", "Qwen3Next", False, "allgather"),
+        ("fsdp", "Bamba", False, "ulysses"),
+    )
+)
+def test_documents_that_are_apart(backend, name, installed, method):
+    """As in one process with kernels: theirs keep documents apart in their own words, and ours without them too."""
+    plain, batch = hybrid(name), marked(name)
+    with kernels_for(plain):
+        plain(**batch).loss.backward()
+    norm = torch.nn.utils.get_total_norm([each.grad for each in plain.parameters() if each.grad is not None]).item()
+    cfg = configured(backend, "full_shard", **sequence(method, "states")).override(
+        "training.gradient_accumulation_steps=1"
+    )
+    model = hybrid(name)
+    with kernels_for(model) if installed else nullcontext() as kernels, unishard.prepare(model, cfg) as engine:
+        (part,) = engine.batches([batch])
+        engine.backward(engine(**part).loss)
+        found = engine.step().grad_norm
+    assert found == pytest.approx(norm, rel=1e-5)
+    if installed:
+        assert {*kernels.apart} == {"delta rule" if name == "Qwen3Next" else "mamba2"}
 
 
 @in_ranks(cells=EACH)

@@ -51,6 +51,16 @@ def alike(documents: Sequence[Documents]) -> Iterator[tuple[slice, Documents]]:
         first += number
 
 
+def numbers_of(documents: Sequence[Documents]) -> Tensor:
+    """Which of its sample's documents each position belongs to, `[batch, sequence]`."""
+    return torch.stack(
+        [
+            torch.arange(len(spans)).repeat_interleave(torch.tensor([end - start for start, end in spans]))
+            for spans in documents
+        ]
+    )
+
+
 def _require_no_holes(mask: Tensor, documents: list[Documents]) -> None:
     most = max(len(each) for each in documents)
     if most <= 1:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from unishard.errors import ModelError
 from unishard.sequence import context
 from unishard.sequence.context import SplitBatch
+from unishard.sequence.documents import numbers_of
 from unishard.sequence.exchange import gather_positions
 
 
@@ -125,12 +126,7 @@ def _with_gaps(function: Callable[[Tensor], Tensor], seen: Tensor, reach: int, s
 
 def _spread(split: SplitBatch, reach: int) -> Tensor:
     """Where each position of a run with its halo is, if documents are `reach` positions apart: `[samples, seen]`."""
-    numbers = torch.stack(
-        [
-            torch.arange(len(spans)).repeat_interleave(torch.tensor([end - start for start, end in spans]))
-            for spans in split.separate_documents
-        ]
-    )
+    numbers = numbers_of(split.separate_documents)
     numbers = torch.cat([numbers[:, :1].expand(-1, reach), numbers], 1)
     runs = split.layout.runs(split.group.rank, split.length)
     seen = torch.stack([numbers[:, run.start : run.start + reach + run.length] for run in runs], 1).flatten(0, 1)

@@ -8,6 +8,7 @@ whole sequences in its forwards, and to the own ones in those of every other mod
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 from collections import Counter
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from unishard.sequence import context, states
 from unishard.sequence.by_heads import over_heads, stand_in
 from unishard.sequence.context import SplitBatch
+from unishard.sequence.documents import numbers_of
 from unishard.sequence.halo import over_halo
 from unishard.sequence.head_layout import DeclaredFunction
 
@@ -29,19 +31,27 @@ class _Recurrence(NamedTuple):
     """How a function that computes each head by itself is laid out."""
 
     layout: str
+    borders: str = ""
+    """By which argument its kernel keeps documents apart, if it can."""
     by_states: Callable[..., Any] | None = None
     """Computes it by states, if that is known."""
 
 
 _RECURRENCES = {
     "torch_chunk_gated_delta_rule": _Recurrence(
-        "query: b l g d, key: b l g d, value: b l h v, g: b l h, beta: b l h -> b l h v", states.delta_rule
+        "query: b l g d, key: b l g d, value: b l h v, g: b l h, beta: b l h -> b l h v",
+        "cu_seqlens",
+        states.delta_rule,
     ),
     "chunk_kimi_delta_attention": _Recurrence(
-        "query: b l h d, key: b l h d, value: b l h v, g: b l h d, beta: b l h -> b l h v", states.delta_rule
+        "query: b l h d, key: b l h d, value: b l h v, g: b l h d, beta: b l h -> b l h v",
+        "cu_seqlens",
+        states.delta_rule,
     ),
     "mamba2_chunk_scan": _Recurrence(
-        "hidden_states: b l h p, dt: b l h, A: h, B: b l g n, C: b l g n, D: h, dt_bias: h -> b l h p", states.mamba2
+        "hidden_states: b l h p, dt: b l h, A: h, B: b l g n, C: b l g n, D: h, dt_bias: h -> b l h p",
+        "seq_idx",
+        states.mamba2,
     ),
     "mamba_selective_scan": _Recurrence(
         "hidden_states: b h l, dt: b h l, A: h n, B: b n l, C: b n l, D: h, z: b h l, delta_bias: h -> b h l"
@@ -54,7 +64,6 @@ _NAMES = {*_RECURRENCES, _CONVOLUTION, *_FUSED}
 _BORDERS = ("seq_idx", "cu_seqlens")
 """Arguments by which batches keep packed documents apart."""
 
-_Split = Callable[..., Any]
 _logger = logging.getLogger("unishard")
 _own: dict[tuple[str, str], Callable[..., Any]] = {}
 """The functions that are replaced, by module and name."""
@@ -104,19 +113,19 @@ def _dispatching(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _split_function(name: str, own: Callable[..., Any]) -> _Split:
+def _split_function(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     if name in _FUSED:
         return lambda split, *args, **kwargs: None
     if name == _CONVOLUTION:
         return functools.partial(_convolution, own)
     recurrence = _RECURRENCES[name]
-    return functools.partial(_recurrence, own, DeclaredFunction(own, recurrence.layout), recurrence.by_states)
+    return functools.partial(_recurrence, own, DeclaredFunction(own, recurrence.layout), recurrence)
 
 
 def _convolution(
     own: Callable[..., Any], split: SplitBatch, hidden_states: Tensor, weight: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    apart, kwargs = _borders(own, split, kwargs)
+    apart, kwargs = _borders(split, kwargs)
 
     def convolved(seen: Tensor) -> Tensor:
         made: Tensor = own(seen, weight, *args, **kwargs)
@@ -128,17 +137,34 @@ def _convolution(
 def _recurrence(
     own: Callable[..., Any],
     declared: DeclaredFunction,
-    by_states: Callable[..., Any] | None,
+    recurrence: _Recurrence,
     split: SplitBatch,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    apart, kwargs = _borders(own, split, kwargs)
+    apart, kwargs = _borders(split, kwargs)
+    by_states = recurrence.by_states
     if split.proving:
         return stand_in(declared, split, args, kwargs)
     if by_states is not None and not apart and _prefers_states(declared, split, args, kwargs):
         return by_states(own, split, *args, **kwargs)
-    return over_heads(declared, split, args, kwargs, split.separate_documents if apart else split.whole_samples)
+    documents = split.separate_documents if apart else split.whole_samples
+    if apart and (borders := _kernel_borders(own, recurrence.borders, split)) is not None:
+        device = next(iter(declared.tensors(args, kwargs).values())).device
+        kwargs, documents = {**kwargs, recurrence.borders: borders.to(device)}, split.whole_samples
+    return over_heads(declared, split, args, kwargs, documents)
+
+
+def _kernel_borders(own: Callable[..., Any], argument: str, split: SplitBatch) -> Tensor | None:
+    """The documents of whole samples, as a kernel takes them; None where each must have a call of its own."""
+    if not inspect.getclosurevars(own).nonlocals.get("is_new_implementation"):  # torch's function takes none
+        return None
+    documents = split.separate_documents
+    if argument == "seq_idx":
+        return numbers_of(documents).int()
+    if argument == "cu_seqlens" and len(documents) == 1:
+        return torch.tensor([0, *(end for _, end in documents[0])])
+    return None
 
 
 def _prefers_states(
@@ -164,7 +190,7 @@ def _state_sizes(sizes: Mapping[str, int]) -> tuple[int, int]:
     return sizes["d"], sizes["d"] + sizes["v"]
 
 
-def _borders(own: Callable[..., Any], split: SplitBatch, kwargs: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+def _borders(split: SplitBatch, kwargs: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
     """Whether a call keeps documents apart, and its arguments without those that say it, which are of whole samples."""
     apart = any(kwargs.get(name) is not None for name in _BORDERS)
     if not apart and not split.proving and any(len(each) > 1 for each in split.separate_documents):
