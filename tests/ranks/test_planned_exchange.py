@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import BACKENDS, DEEP, config, in_ranks, my_rank
+from hybrid_models import hybrid
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import unishard
 from unishard.sequence.tiles import measured
-from unishard.tools.plan.exchange import exchanged_in
+from unishard.tools.plan.exchange import exchanged_in, traced_in
 from unishard.tools.plan.model import PlannedModel
 
 transformers = pytest.importorskip("transformers", reason="pip install 'unishard[hf]'")
@@ -81,6 +82,23 @@ def test_planned_traffic_of_attention_is_that_of_a_run(backend, method, key_head
     with unishard.prepare(transformers.LlamaForCausalLM(llama(key_heads)), cfg) as engine:
         found = recorded(engine, engine.batches(loader))
     assert found == planned
+
+
+@in_ranks(cells=((BACKENDS[0], "none", "states"), (BACKENDS[1], "full", "heads")))
+def test_planned_traffic_of_a_hybrid_model_is_that_of_a_run(backend, recomputation, recurrences, root):
+    training = {"micro_batch_size": ROWS, "gradient_accumulation_steps": WINDOW}
+    sections = {"parallel": {"sequence": {"size": 2, "recurrences": recurrences}}}
+    cfg = config(backend, "full_shard", training=training, activation_checkpointing=recomputation, **sections)
+    folder, model = f"{root}/hybrid-{my_rank()}", hybrid("Bamba")
+    model.config.save_pretrained(folder)
+    planned = PlannedModel(folder, cfg)
+    assert planned.attention is None
+    traced = traced_in(planned.activations(ROWS, LENGTH // 2, recomputation), cfg)
+    samples = [{"input_ids": [*range(1, 1 + LENGTH)], "labels": [*range(1, 1 + LENGTH)]} for _ in range(8)]
+    loader = unishard.dataloader(samples, cfg, collate_fn=transformers.DefaultDataCollator())
+    with unishard.prepare(model, cfg) as engine:
+        found = recorded(engine, engine.batches(loader))
+    assert found == {(each.kind, each.phase): each.nbytes for each in traced}
 
 
 def test_sizes_of_attention_are_those_that_a_config_has(tmp_path):

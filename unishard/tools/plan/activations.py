@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self
 
+Phase = Literal["forward", "backward"]
+Kind = Literal["all_to_all", "all_gather"]
+"""Of a collective."""
+
 
 class Segment(NamedTuple):
     """A part of a micro-batch in which one module computes."""
 
-    phase: Literal["forward", "backward"]
+    phase: Phase
     module: str
     """A unit, a module outside the units, or empty for what the model computes itself, such as the loss."""
     unit: int
@@ -32,6 +36,8 @@ class Activations:
     segments: tuple[Segment, ...]
     on_host: int = 0
     """The most bytes that lie in host memory at once."""
+    exchanged: tuple[tuple[Kind, Phase, int], ...] = ()
+    """What ranks that share samples send each other: bytes of the full tensors on one rank, by kind and phase."""
 
     @property
     def peak(self) -> int:

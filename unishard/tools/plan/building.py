@@ -24,6 +24,7 @@ from unishard.errors import ModelError
 from unishard.tools.plan.activations import Activations
 from unishard.tools.plan.exchange import AttentionSizes
 from unishard.tools.plan.refusals import refusal
+from unishard.tools.plan.shared_samples import is_hybrid
 from unishard.tools.plan.tracing import trace
 from unishard.tools.plan.without_data import without_data
 
@@ -93,13 +94,17 @@ class BuiltModel:
         return shape_of(model, cfg.sharding)
 
     def attention(self) -> AttentionSizes | None:
-        """The sizes of attention that the model's config has; None if it has none, or compresses keys and values.
+        """The sizes of attention that the model's config has; None if it has none, compresses keys and values, or has
+        layers of another kind.
 
         Raises:
             ConfigError: It cannot be built.
         """
         with without_data():
-            config: Any = getattr(self.build().model, "config", None)
+            model = self.build().model
+        if is_hybrid(model):
+            return None
+        config: Any = getattr(model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         layers, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
         if not (isinstance(layers, int) and isinstance(heads, int)) or getattr(config, "kv_lora_rank", None):

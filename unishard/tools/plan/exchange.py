@@ -1,4 +1,4 @@
-"""What the ranks that share samples (`parallel.sequence`) send each other in attention. Imports no torch."""
+"""What the ranks that share samples (`parallel.sequence`) send each other. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 from unishard.config import Config
 from unishard.contract.footprint import Collective
 from unishard.contract.model_shape import ITEMSIZE
+from unishard.tools.plan.activations import Activations
 
 
 class AttentionSizes(NamedTuple):
@@ -42,6 +43,15 @@ def exchanged_in(sizes: AttentionSizes, cfg: Config, part: int) -> tuple[Collect
     forward = Collective("all_gather", "activations", "forward", nbytes, group)
     again = (forward._replace(phase="backward"),) if recomputes else ()
     return (forward, *again, Collective("all_to_all", "activations", "backward", nbytes, group))
+
+
+def traced_in(activations: Activations, cfg: Config) -> tuple[Collective, ...]:
+    """The collectives in an optimizer step whose micro-batch was run without data."""
+    group, micro_batches = cfg.parallel.sequence.size, cfg.training.gradient_accumulation_steps
+    return tuple(
+        Collective(kind, "activations", phase, nbytes * micro_batches, group)
+        for kind, phase, nbytes in activations.exchanged
+    )
 
 
 def _repeated(sizes: AttentionSizes, group: int) -> int:

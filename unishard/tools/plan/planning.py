@@ -18,7 +18,7 @@ from unishard.tools.plan import questions
 from unishard.tools.plan.activations import Activations
 from unishard.tools.plan.candidates import Candidate, candidates_of, wire_of
 from unishard.tools.plan.devices import Device
-from unishard.tools.plan.exchange import AttentionSizes, exchanged_in
+from unishard.tools.plan.exchange import AttentionSizes, exchanged_in, traced_in
 
 
 class Model(Protocol):
@@ -175,16 +175,18 @@ def make_plan(
     else:
         note = "activations are left out"
     sizes = model.attention if sharing > 1 else None
-    if sharing > 1 and sizes is None:
+    if sharing > 1 and sizes is None and not traced:
         unknown = "what attention sends in parallel.sequence is not counted: the model's config has no sizes of it"
         note = f"{note}; {unknown}" if note else unknown
 
     def planned(word: str) -> list[Candidate]:
         found = candidates_of(cfg, shape, topology, traced.get(word))
-        if sizes is None:
+        if sharing == 1:
             return found
         recomputing = cfg if word == own_word else cfg.override(f"activation_checkpointing={word}")
-        return [candidate.sending(exchanged_in(sizes, recomputing, part)) for candidate in found]
+        if sizes is not None:
+            return [candidate.sending(exchanged_in(sizes, recomputing, part)) for candidate in found]
+        return [candidate.sending(traced_in(traced[word], cfg)) for candidate in found] if word in traced else found
 
     candidates = planned(own_word)
     plan = Plan(model.name, shape, cfg, topology, device, seq_len, candidates, traced, note)

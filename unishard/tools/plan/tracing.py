@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,9 +19,9 @@ from unishard.contract.kit.input_casts import cast_inputs
 from unishard.engine.model import activation_checkpointing
 from unishard.engine.model.shape import shape_of
 from unishard.logits.forward import ChunkedForward
-from unishard.tools.plan.activations import Activations, Segment
+from unishard.tools.plan.activations import Activations, Kind, Phase, Segment
 from unishard.tools.plan.causal_masks import of_single_documents
-from unishard.tools.plan.shared_samples import sharing_samples
+from unishard.tools.plan.shared_samples import Exchange, sharing_samples
 
 Place = tuple[str, str, int]
 
@@ -119,7 +120,8 @@ def trace(
     if cfg.training.loss_chunk_tokens is not None:
         ChunkedForward(model, cfg.training.loss_chunk_tokens)
     kept_fp32.mark_kept(model, kept_fp32.find_kept(model, cfg.precision, train=False).names)
-    with fake, of_single_documents(), sharing_samples(model, cfg.parallel.sequence, micro_batch_size, seq_len) as part:
+    sharing = sharing_samples(model, cfg.parallel.sequence, micro_batch_size, seq_len)
+    with fake, of_single_documents(), sharing as (part, exchanged):
         cast_to_compute(model.parameters(), cfg.precision)
         for parameter in trainable:
             parameter.requires_grad_(True)
@@ -134,10 +136,21 @@ def trace(
             mean = loss(out)
             del out  # as in `loss = engine(**batch).loss`
             live.enter(("backward", "", -1))
+            in_forward = len(exchanged)
             mean.backward()  # type: ignore[no-untyped-call]
     word = cfg.activation_checkpointing
     segments = _joined(list(live.segments()))
-    return Activations(micro_batch_size, seq_len, word if isinstance(word, str) else ", ".join(word), segments)
+    recomputation = word if isinstance(word, str) else ", ".join(word)
+    sent = _added_up(exchanged, in_forward)
+    return Activations(micro_batch_size, seq_len, recomputation, segments, exchanged=sent)
+
+
+def _added_up(exchanged: Sequence[Exchange], in_forward: int) -> tuple[tuple[Kind, Phase, int], ...]:
+    """The bytes of each kind in each phase, of which the forward made the first ones."""
+    sent = Counter[tuple[Kind, Phase]]()
+    for number, (kind, nbytes) in enumerate(exchanged):
+        sent[kind, "forward" if number < in_forward else "backward"] += nbytes
+    return tuple((*key, nbytes) for key, nbytes in sent.items())
 
 
 def _joined(segments: list[Segment]) -> tuple[Segment, ...]:
