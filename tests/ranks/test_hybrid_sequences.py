@@ -193,7 +193,7 @@ def test_other_models_of_the_class_and_generation_are_as_before(backend):
     }
     before = other(input_ids=prompt).logits
     tokens = other.generate(prompt, max_new_tokens=4, do_sample=False)
-    cfg, batch = configured(backend), batch_of(samples(), 0)
+    cfg, batch = configured(backend, "full_shard"), batch_of(samples(), 0)
     with unishard.prepare(hybrid("Qwen3Next", use_cache=True), cfg) as engine:
         engine.eval()
         during = other(input_ids=prompt).logits

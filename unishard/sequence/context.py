@@ -59,6 +59,12 @@ class SplitBatch:
         return [_cut(each, self.unpadded) for each in documents]
 
     @property
+    def packed(self) -> bool:
+        """Whether a sample has several documents, without padding."""
+        starts = ([start for start, _ in each if start < self.unpadded] for each in self.documents)
+        return not self.masked and any(len(each) > 1 for each in starts)
+
+    @property
     def whole_samples(self) -> Sequence[Documents]:
         """One document each."""
         return [((0, self.length),)] * len(self.documents)

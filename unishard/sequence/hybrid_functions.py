@@ -71,9 +71,15 @@ _users: Counter[tuple[str, str]] = Counter()
 """How many prepared models have them replaced."""
 
 
-def mixes_by_functions(cls: type) -> bool:
-    """Whether the module of a model's class has such functions."""
-    return cls.__module__.startswith("transformers.") and not _NAMES.isdisjoint(vars(sys.modules[cls.__module__]))
+def mixes_by_functions(module: nn.Module) -> bool:
+    """Whether the file of a module of a model has such functions."""
+    return bool(_files_of(module))
+
+
+def _files_of(module: nn.Module) -> set[str]:
+    """The modules of transformers with such functions that a class is of, or was before it was sharded."""
+    names = {cls.__module__ for cls in type(module).__mro__ if cls.__module__.startswith("transformers.models.")}
+    return {name for name in names if not _NAMES.isdisjoint(vars(sys.modules[name]))}
 
 
 def use_split_functions(model: nn.Module) -> Callable[[], None]:
@@ -82,9 +88,8 @@ def use_split_functions(model: nn.Module) -> Callable[[], None]:
     Returns:
         What gives their modules back the functions that they had.
     """
-    classes = {type(module) for module in model.modules()}
-    modules = {cls.__module__ for cls in classes if mixes_by_functions(cls)}
-    places = [(module, name) for module in modules for name in _NAMES & {*vars(sys.modules[module])}]
+    files = set().union(*map(_files_of, model.modules()))
+    places = [(file, name) for file in files for name in _NAMES & {*vars(sys.modules[file])}]
     for place in places:
         if not _users[place]:
             _own[place] = getattr(sys.modules[place[0]], place[1])
@@ -193,7 +198,7 @@ def _state_sizes(sizes: Mapping[str, int]) -> tuple[int, int]:
 def _borders(split: SplitBatch, kwargs: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
     """Whether a call keeps documents apart, and its arguments without those that say it, which are of whole samples."""
     apart = any(kwargs.get(name) is not None for name in _BORDERS)
-    if not apart and not split.proving and any(len(each) > 1 for each in split.separate_documents):
+    if not apart and not split.proving and split.packed:
         _say_joined()
     return apart, {name: value for name, value in kwargs.items() if name not in _BORDERS}
 
@@ -202,7 +207,7 @@ def _borders(split: SplitBatch, kwargs: dict[str, Any]) -> tuple[bool, dict[str,
 def _say_joined() -> None:
     if not dist.get_rank():
         _logger.warning(
-            "parallel.sequence: recurrences and convolutions of this model do not keep packed documents apart, as "
-            "without it; put seq_idx and cu_seq_lens_q into the batches, as transformers' DataCollatorWithFlattening "
+            "parallel.sequence: recurrences and convolutions of this model do not keep packed documents apart, as in "
+            "one process; put seq_idx and cu_seq_lens_q into the batches, as transformers' DataCollatorWithFlattening "
             "does with return_seq_idx=True and return_flash_attn_kwargs=True"
         )

@@ -55,7 +55,7 @@ def use_split_attention(model: nn.Module) -> Callable[[], None]:
     AttentionMaskInterface.register(NAME, _mask)
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for module in models:
-        if not (module.is_backend_compatible() or mixes_by_functions(type(module))):  # those do not say it
+        if not (module.is_backend_compatible() or mixes_by_functions(module)):  # those do not say it
             raise _not_by_interface(module)
     before = [module.config._attn_implementation for module in models]
     for module in models:

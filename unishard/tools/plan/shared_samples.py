@@ -38,7 +38,7 @@ class _CountingGroup(SequenceGroup):
 
 def is_hybrid(model: nn.Module) -> bool:
     """Whether some layers of a model mix positions outside of attention."""
-    return any(mixes_by_functions(type(module)) for module in model.modules())
+    return any(map(mixes_by_functions, model.modules()))
 
 
 @contextmanager
