@@ -179,7 +179,14 @@ def reads_a_number():
     return "nothing"
 
 
+def gathers():
+    with unishard.prepare(mlp(), configured("fsdp", "full_shard", "fp32")) as engine:
+        train(engine, own_share(2))
+    return "nothing"
+
+
 SCENARIOS = {
+    "pending-gathers": gathers,
     "local-tensors": reads_a_number,
     "numbers": reads_a_number,
     "released-modules": released,
@@ -193,7 +200,7 @@ SCENARIOS = {
 }
 """A run that meets each case."""
 
-GO_ON = ("hybrid-accumulation", "ddp-buckets", "local-tensors", "numbers")
+GO_ON = ("hybrid-accumulation", "ddp-buckets", "local-tensors", "numbers", "pending-gathers")
 """Cases that are done in another way where a name is gone."""
 
 

@@ -62,12 +62,11 @@ PRIVATE_API = by_name(
     ),
     PrivateApi(
         name="pending-gathers",
-        case="A forward without backward, before weights are written, of a model that runs units in another order than "
-        "they are in,",
+        case="Gathering units ahead, with full_shard,",
         names=(*_GROUPS, *_group("wait_for_unshard")),
         versions=_RUN,
         link=f"{_SOURCE}/_fsdp_param_group.py#L373",
-        instead="set communication.prefetch_bucket_size to 0",
+        instead="nothing to do: units are not gathered ahead",
     ),
     PrivateApi(
         name="released-modules",

@@ -24,6 +24,7 @@ from unishard.distributed.dtypes import dtype_named
 from unishard.distributed.layout import rows
 from unishard.distributed.process_group import mesh_of_ranks
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
+from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.sharding import collective_settings
 from unishard_fsdp.units.dimensionless import add_dimension
 from unishard_fsdp.units.unit_forwards import UnitForwards
@@ -200,7 +201,7 @@ def apply_fully_shard(
     collective_settings.apply(model, options)
     if options.reduce_scatter_unused_params:
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
-    if options.prefetch_numel:
+    if options.prefetch_numel and PRIVATE_API["pending-gathers"].works:
         limit = None if options.prefetch_numel == "next_unit" else options.prefetch_numel
         _set_prefetch(model, [unit.module for unit in units], sizes, limit)
     return embeddings
