@@ -61,6 +61,7 @@ ANOTHER: dict[str, Any] = {
     "profile.shapes": True,
     "logging.mlflow_uri": "sqlite:///runs.db",
     "parallel.sequence.method": "ulysses",
+    "parallel.sequence.recurrences": "heads",
     "parallel.sequence.keys": ["input_ids"],
     "parallel.sequence.pad_to": 8,
 }
