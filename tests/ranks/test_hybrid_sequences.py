@@ -23,6 +23,7 @@ import unishard
 from unishard.sequence import context, halo, states
 from unishard.sequence.context import SplitBatch
 from unishard.sequence.group import make_group
+from unishard.sequence.hybrid_functions import use_split_functions
 from unishard.sequence.layout import PositionLayout
 from unishard.testing import oracle
 
@@ -246,3 +247,15 @@ def test_own_functions_of_documents(balanced, packed):
         torch.testing.assert_close(made, layout.take(wanted, group.rank), msg=name)
         torch.testing.assert_close(part.grad, layout.take(whole.grad, group.rank), msg=name)
     dist.barrier()
+
+
+def test_functions_of_another_release_are_left_as_they_are():
+    """Where transformers has none of a name, or one with other arguments, the proof refuses the model."""
+    model = hybrid("Mamba2")
+    modeling = sys.modules[type(model).__module__]
+    others = {"causal_conv1d_fn": None, "mamba2_chunk_scan": lambda x, dt: x}
+    with mock.patch.multiple(modeling, **others):
+        restore = use_split_functions(model)
+        during = {name: vars(modeling)[name] for name in others}
+        restore()
+    assert during == others

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -89,7 +90,7 @@ def use_split_functions(model: nn.Module) -> Callable[[], None]:
         What gives their modules back the functions that they had.
     """
     files = set().union(*map(_files_of, model.modules()))
-    places = [(file, name) for file in files for name in _NAMES & {*vars(sys.modules[file])}]
+    places = [(file, name) for file in files for name in _NAMES if _fits(name, vars(sys.modules[file]).get(name))]
     for place in places:
         if not _users[place]:
             _own[place] = getattr(sys.modules[place[0]], place[1])
@@ -103,6 +104,16 @@ def use_split_functions(model: nn.Module) -> Callable[[], None]:
                 setattr(sys.modules[place[0]], place[1], _own.pop(place))
 
     return restore
+
+
+def _fits(name: str, own: Any) -> bool:
+    """Whether it is the function that the table describes: another release has None there, or other arguments, and its
+    models are refused by the proof.
+    """
+    if not callable(own) or name not in _RECURRENCES:
+        return callable(own)
+    arguments = re.findall(r"(\w+):", _RECURRENCES[name].layout)
+    return inspect.signature(own).parameters.keys() >= {*arguments}
 
 
 def _dispatching(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,7 +173,8 @@ def _recurrence(
 
 def _kernel_borders(own: Callable[..., Any], argument: str, split: SplitBatch) -> Tensor | None:
     """The documents of whole samples, as a kernel takes them; None where each must have a call of its own."""
-    if not inspect.getclosurevars(own).nonlocals.get("is_new_implementation"):  # torch's function takes none
+    # Otherwise it is torch's, which takes none (transformers 5.23, integrations/hub_kernels.py).
+    if not (inspect.isfunction(own) and inspect.getclosurevars(own).nonlocals.get("is_new_implementation")):
         return None
     documents = split.separate_documents
     if argument == "seq_idx":

@@ -67,11 +67,11 @@ def gather_after(optimizer: Any) -> None:
 
 
 def free_after_gathers(optimizer: Any) -> None:
-    """On CUDA: free what was gathered ahead and not used only after its gather.
+    """On CUDA: free parameters that were prefetched and not used on the stream that gathered them.
 
-    In a forward DeepSpeed gathers ahead for the backward, and frees that in the next forward if no backward came, as in
-    an evaluation. It waits for such a gather on the stream that computes, but the memory is of the stream that gathers,
-    which may give it to the next gather before (runtime/zero/partitioned_param_coordinator.py,
+    A forward prefetches for its backward. If none comes, as in an evaluation, the next forward frees what was
+    prefetched: it waits for the all-gather on the compute stream, but the memory belongs to the stream that gathers,
+    which may give it to the next all-gather before (DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py,
     _clean_inflight_param_registry).
 
     Args:

@@ -232,7 +232,7 @@ OF_STAGE_3 = Cases(
     ),
     frees=_row(
         "frees-stage-3",
-        "A forward behind one without a backward and without a wait of the host, with full_shard on CUDA,",
+        "A forward after another one without a backward, with full_shard on CUDA,",
         _of(
             offload="_DeepSpeedZeRoOffload__allgather_stream get_param_coordinator",
             coordinator="_clean_inflight_param_registry",
