@@ -14,7 +14,6 @@ import unishard
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
-    "num_hidden_layers": 2,
     "use_cache": False,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -87,10 +86,8 @@ def hybrid(name: str, **changes: Any) -> Any:
     """A causal language model of a family, with the same weights each time, large enough that positions mix."""
     torch.manual_seed(0)
     config, sizes = _SIZES[name]
-    given = {key: value for key, value in (_SMALL | sizes | changes).items() if value is not _SMALL}
-    if "layers_block_type" in given and name == "NemotronH":
-        del given["num_hidden_layers"]
-    model = getattr(hf, f"{name}ForCausalLM")(getattr(hf, config)(**given)).train()
+    layers = {} if "layers_block_type" in sizes else {"num_hidden_layers": 2}
+    model = getattr(hf, f"{name}ForCausalLM")(getattr(hf, config)(**_SMALL | layers | sizes | changes)).train()
     return scaled(model, 2 if name == "Mamba" else 4)  # more, and fp32 rounds its gradients beyond the bounds
 
 

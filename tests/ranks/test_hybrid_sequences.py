@@ -53,6 +53,8 @@ def compared(cfg: Any, name: str, readers: int = 1, **changes: Any) -> None:
         assert_equal(curve, reference, relative=2e-2)
 
 
+OF_EACH_KIND = ("Qwen3Next", "KimiLinear", "Mamba", "Mamba2", "FalconH1", "Zamba2", "Lfm2")
+"""Families that call each function, and in each way; all of them are deep tests."""
 FAMILIES = tuple(
     (
         BACKENDS[number % 2],
@@ -62,7 +64,7 @@ FAMILIES = tuple(
         recurrences,
     )
     for recurrences in ("heads", "states")
-    for number, name in enumerate(HYBRID)
+    for number, name in enumerate(HYBRID if DEEP else OF_EACH_KIND)
     if recurrences == "heads" or name in ("Qwen3Next", "KimiLinear", "Mamba2", "FalconH1") or DEEP
 )
 
