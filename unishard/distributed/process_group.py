@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,9 @@ DEFAULT = timedelta(minutes=30)
 
 _timeout = DEFAULT
 _host_groups: dict[Any, dist.ProcessGroup] = {}
+_own_groups: dict[Any, dist.ProcessGroup] = {}
+_meshes: dict[Any, DeviceMesh] = {}
+"""Both by the default group and what was asked for: a group is never destroyed, and has threads of its own."""
 _spare_groups: dict[Any, list[dist.ProcessGroup]] = {}
 """For each default group, the groups that were given back."""
 
@@ -31,12 +34,29 @@ def set_timeout(timeout: timedelta) -> None:
 
 def mesh_of_ranks(device: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
     """A mesh of all ranks whose groups have that timeout, where torch gives new ones its own: 10 minutes on NCCL.
-    Collective.
+    Collective at the first call.
     """
-    made = init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
-    for group in made.get_all_groups():
+    key = (dist.group.WORLD, device, *shape, *names)
+    if key not in _meshes:
+        _meshes[key] = init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
+    for group in _meshes[key].get_all_groups():
         group.set_timeout(_timeout)
-    return made
+    return _meshes[key]
+
+
+def own_group(groups: Iterable[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+    """The one of several groups that this rank is in. Collective at the first call: every rank makes every group.
+
+    Args:
+        groups: Ranks in order; the same on every rank.
+        backend: As in torch; by default that of the process group.
+    """
+    every = tuple(map(tuple, groups))
+    key = (dist.group.WORLD, backend, every)
+    if key not in _own_groups:
+        made = [dist.new_group(list(ranks), backend=backend, timeout=_timeout) for ranks in every]
+        _own_groups[key] = next(group for group, ranks in zip(made, every, strict=True) if dist.get_rank() in ranks)
+    return _own_groups[key]
 
 
 def host_group() -> dist.ProcessGroup:
@@ -75,5 +95,5 @@ def give_back(group: dist.ProcessGroup, world: Any) -> None:
 
 def forget_groups() -> None:
     """Drop the groups of a process group that is destroyed."""
-    _host_groups.clear()
-    _spare_groups.clear()
+    for kept in (_host_groups, _own_groups, _meshes, _spare_groups):
+        kept.clear()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from unishard.distributed.process_group import timeout
+from unishard.distributed.process_group import own_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,6 @@ class SequenceGroup:
 
 
 def make_group(size: int) -> SequenceGroup:
-    """The group of this rank; `size` divides the ranks. Collective: every rank makes every group, in the same order."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    limit = timeout()
-    groups = [list(range(first, first + size)) for first in range(0, world, size)]
-    made = [
-        (dist.new_group(ranks, timeout=limit), dist.new_group(ranks, backend="gloo", timeout=limit)) for ranks in groups
-    ]
-    return SequenceGroup(*made[rank // size], size, rank % size)
+    """The group of this rank; `size` divides the ranks. Collective."""
+    groups = [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
+    return SequenceGroup(own_group(groups), own_group(groups, "gloo"), size, dist.get_rank() % size)
