@@ -18,6 +18,7 @@ pytest.importorskip("accelerate", reason="pip install 'unishard[trainer]'")
 pytest.importorskip("transformers", reason="pip install 'unishard[trainer]'")
 
 import transformers
+from hybrid_models import hybrid
 from sequence_programs import (
     LENGTH,
     ROWS,
@@ -167,10 +168,11 @@ def test_what_saves_memory_changes_nothing_in_the_trainer(backend):
 
 
 def adapted():
-    """A model with LoRA on attention and head, of which every weight reaches the loss."""
+    """A hybrid model with LoRA on state spaces, attention and head, of which every weight reaches the loss."""
     import peft
 
-    made = peft.get_peft_model(model(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"]))
+    targets = ["in_proj", "out_proj", "q_proj", "v_proj", "lm_head"]
+    made = peft.get_peft_model(hybrid("Bamba", vocab_size=48), peft.LoraConfig(r=4, target_modules=targets))
     torch.manual_seed(2)
     for name, value in made.named_parameters():
         if "lora_B" in name:
@@ -417,6 +419,34 @@ def test_sft_of_trl(backend, packed):
     equal(found, {"losses": losses}, dict(reference.named_parameters()), state)
     assert len(logs) == UPDATES
     assert logs[0]["mean_token_accuracy"] <= 1.0
+
+
+def with_experts():
+    return hybrid("Qwen3Next", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+
+
+@with_trl
+@in_ranks(cells=(("fsdp",),))
+def test_sft_of_trl_balances_the_experts_of_a_hybrid_model_over_the_group(backend):
+    """TRL asks for their loss itself, and computes it by Mixtral's function."""
+    made = of_trl("SFT", configured(backend), shared_folder(), documents(), max_steps=1, judge=with_experts())
+    reference, loss, total, balance = with_experts(), 0.0, 0, 0.0
+    rows = [{name: torch.tensor(row[name]) for name in ("input_ids", "labels")} for row in made.train_dataset]
+    for number in range(WINDOW):
+        batch = collate([row | {"attention_mask": row["labels"] > -200} for row in rows[ROWS * number :][:ROWS]])
+        labels = batch.pop("labels")[:, 1:].flatten()
+        output = reference(**batch, output_router_logits=True)
+        loss = loss + torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels, reduction="sum")
+        total, balance = total + (labels != -100).sum(), balance + output.aux_loss / WINDOW
+    expected = loss / total + reference.config.router_aux_loss_coef * balance
+    expected.backward()
+    norm = torch.nn.utils.get_total_norm([each.grad for each in reference.parameters() if each.grad is not None])
+    made.train()
+    entry = made.state.log_history[0]
+    made.accelerator.close()
+    assert entry["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert entry["aux_loss"] == pytest.approx(balance.item(), rel=1e-6)
+    assert entry["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 
 
 PAIRS = [{"prompt": f"w{n} w3 w5", "chosen": f" w{n + 2} w7", "rejected": f" w{n + 1} w9 w2"} for n in range(24)]

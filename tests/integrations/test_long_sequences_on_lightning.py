@@ -20,6 +20,7 @@ if find_spec("lightning") is None or find_spec("transformers") is None:
 import fabric_programs
 import lightning
 import lightning_programs as programs
+from hybrid_models import hybrid
 from lightning.pytorch.callbacks import ModelCheckpoint
 from sequence_programs import ROWS, UPDATES, WINDOW, collate, equal, model, plain, samples, summed
 from test_on_accelerate import shared_folder
@@ -95,7 +96,11 @@ class Language(lightning.LightningModule):
 
 
 class ByItself(Language):
-    """Calls itself with a whole batch."""
+    """Calls itself, around a hybrid model, with a whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = hybrid("Bamba", vocab_size=48)
 
     def forward(self, batch):
         return self.model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"])
@@ -135,8 +140,8 @@ def trainer(backend, options=SHARED, **given):
 
 
 def trained(backend, readers, kind=Language, **given):
-    losses, norms, weights, _ = plain(readers, mean="batch", data=read_in_order(readers))
     run, module = trainer(backend, **given), kind()
+    losses, norms, weights, _ = plain(readers, mean="batch", data=read_in_order(readers), made=kind().model)
     run.fit(module, loader())
     state = {name.removeprefix("model."): value for name, value in run.strategy.engine.weights.state_dict().items()}
     found = {"losses": summary(module.losses), "norms": module.norms}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from unishard.sequence.exchange import gather_plain, gather_positions
 from unishard.sequence.group import SequenceGroup
 
 _FUNCTION = "load_balancing_loss_func"
+_FIRST = "transformers.models.mixtral.modeling_mixtral"
+"""Whose function TRL's forward calls for every model of transformers (1.16)."""
 
 
 class ExpertBalance:
@@ -25,8 +28,10 @@ class ExpertBalance:
 
     def __init__(self, model: nn.Module, group: SequenceGroup) -> None:
         self._group = group
-        modules = {type(module).__module__ for module in model.modules()}
-        self._modules = [sys.modules[name] for name in modules if hasattr(sys.modules.get(name), _FUNCTION)]
+        names = {type(module).__module__ for module in model.modules()}
+        names = {name for name in names if hasattr(sys.modules.get(name), _FUNCTION)}
+        names |= {_FIRST for name in names if name.startswith("transformers")}
+        self._modules = [import_module(name) for name in names]
         configs = [getattr(module, "config", None) for module in model.modules()]
         self.asked = any(getattr(config, "output_router_logits", False) for config in configs)
         """Whether the model's loss has such a part."""
