@@ -133,6 +133,17 @@ def test_attention_by_a_function_of_the_scripts_own_is_refused(backend):
     assert model.config._attn_implementation == "doubled"
 
 
+@in_ranks(cells=EACH, in_turn=True)
+def test_a_mask_that_a_model_makes_of_its_part_is_refused(backend):
+    """As by an indexer that chooses keys."""
+    made = f"{transformers.LlamaModel.__module__}.create_causal_mask"
+    own = torch.ones(2, 1, (LENGTH + 1) // 2, (LENGTH + 1) // 2, dtype=torch.bool).tril()
+    with mock.patch(made, return_value=own), unishard.prepare(build("llama"), configured(backend)) as engine:
+        (part,) = engine.batches([batch_of(Packed(), 0)])
+        message = refused(engine, **part)
+    assert "LlamaAttention has a mask of its own, which parallel.sequence does not support" in message
+
+
 @in_ranks(cells=EACH)
 def test_dropout_and_weights_of_eager_attention(backend):
     """Dropout drops as it does there; weights, which no rank has, are refused."""

@@ -142,9 +142,9 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers' interface."""
-    mask = attention_mask
-    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == 1 and context.current is not None:
-        mask = Mask(context.current, mask)  # of whole samples, as the batch has it
+    mask, split = attention_mask, context.current
+    if split is not None and _is_of_whole_samples(mask, split):
+        mask = Mask(split, mask)
     if not isinstance(mask, Mask):
         raise ModelError(
             f"{type(module).__name__} has a mask of its own, which parallel.sequence does not support; remove "
@@ -155,6 +155,13 @@ def _attention(
     scores = Scores(scale, dropout, kwargs.get("softcap"), kwargs.get("s_aux"))
     output = split_attention(query, key, value, mask.split, mask.rule, scores)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _is_of_whole_samples(mask: Any, split: SplitBatch) -> bool:
+    """Whether a mask is that of the batch, and not one that a module has made of its part."""
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[1] != 1:
+        return False
+    return split.proving or mask.shape[-1] == split.length  # a proof takes some positions
 
 
 def counts_positions_itself(model: nn.Module) -> bool:
