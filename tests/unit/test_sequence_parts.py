@@ -236,6 +236,38 @@ def test_which_tensors_are_split() -> None:
     assert named["input_ids"].shape == (2, 4)
 
 
+BORDERS = {
+    "seq_lens": torch.tensor([[1, 3], [4, 0]]),
+    "cu_seq_lens_q": torch.tensor([0, 1, 4, 8], dtype=torch.int32),
+    "seq_idx": torch.tensor([[3, 5, 5, 5], [0, 0, 0, 0]], dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("name", BORDERS)
+def test_documents_are_known_by_each_word_for_them(name: str) -> None:
+    batch = {"input_ids": torch.ones(2, 4, dtype=torch.long), name: BORDERS[name]}
+    parts = [splitter(rank).split(batch)["position_ids"] for rank in range(2)]
+    assert torch.cat(parts, 1).tolist() == [[0, 0, 1, 2], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "seq_idx"])
+@pytest.mark.parametrize(
+    "beside",
+    [{"position_ids": torch.arange(4).expand(2, 4)}, {"attention_mask": torch.ones(2, 4, dtype=torch.long)}],
+    ids=["positions go on", "a mask"],
+)
+def test_documents_that_attention_would_join_are_refused(name: str, beside: dict[str, torch.Tensor]) -> None:
+    batch = {"input_ids": torch.ones(2, 4, dtype=torch.long), name: BORDERS[name]} | beside
+    with pytest.raises(DataError, match=rf"^{name} says .* at position 1 of sample 0, but attention would not keep"):
+        splitter(0).split(batch)
+
+
+def test_documents_are_not_joined_by_the_mask_of_padding() -> None:
+    batch = {"input_ids": torch.ones(2, 4, dtype=torch.long), "seq_lens": BORDERS["seq_lens"]}
+    with pytest.raises(DataError, match="packed documents have 4 positions, no multiple of 3"):
+        splitter(0, 3, masks_padding=True).split(batch)
+
+
 def test_batches_without_keys_are_split_as_they_are() -> None:
     first, second = splitter(1).split((torch.arange(8).view(2, 4), torch.ones(2)))
     assert first.tolist() == [[2, 3], [6, 7]]

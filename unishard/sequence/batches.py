@@ -18,6 +18,10 @@ from unishard.sequence.layout import PositionLayout
 from unishard.sequence.padding import IGNORED, Path, fills_of, ignored_label, title_of
 
 _POSITIONS = ("position_ids", 0)
+_BORDERS = ("cu_seq_lens_q", "seq_idx")
+"""How a batch says where documents begin, in words that kernels take."""
+_OF_ROWS = 2
+"""Dimensions of `[batch, sequence]`."""
 _INPUTS = ("input_ids", "inputs_embeds")
 _OF_OTHER_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 """Inputs that transformers' models put into the sequence at the places of some tokens."""
@@ -150,11 +154,15 @@ class BatchSplitter:
         """The batch with what must be known of the whole sequence."""
         added: dict[str, Tensor] = {}
         whole = next((batch[name] for name in _INPUTS if isinstance(batch.get(name), Tensor)), None)
-        if self._positions and whole is not None and batch.get("position_ids") is None:
-            lengths = batch.get("seq_lens")
-            added["position_ids"] = _positions(whole, lengths if isinstance(lengths, Tensor) else None)
+        if self._positions and whole is not None:
+            by, begins = _beginnings(batch, whole)
+            if batch.get("position_ids") is None:
+                places = torch.arange(whole.shape[1], device=whole.device)
+                added["position_ids"] = places - (places * begins).cummax(1).values
+            if by in _BORDERS:
+                _require_apart(by, begins, {**batch, **added})
         if whole is not None and self._masks_padding and whole.shape[1] % self._multiple:
-            added |= self._mask(batch, whole)
+            added |= self._mask({**batch, **added}, whole)
         labels = batch.get("labels")
         if self._shifts and isinstance(labels, Tensor) and labels.dim() == 2 and batch.get("shift_labels") is None:
             ignored = ignored_label(labels) or IGNORED
@@ -192,13 +200,35 @@ def _replaced(key: str, value: Any, parts: Mapping[Path, Tensor]) -> Any:
     return replace_tensors(value, lambda tensor: parts.get((key, next(numbers)), tensor))
 
 
-def _positions(whole: Tensor, lengths: Tensor | None) -> Tensor:
-    """The position of each token in its document, of documents of these lengths."""
+def _beginnings(batch: Mapping[str, Any], whole: Tensor) -> tuple[str, Tensor]:
+    """By what a batch says where documents begin, beside positions, and where: true, `[batch, sequence]`."""
     rows, length = whole.shape[:2]
-    if lengths is None:
-        return torch.arange(length, device=whole.device).expand(rows, length)
-    documents = [[*of_row, length - sum(of_row)] for of_row in lengths.reshape(rows, -1).tolist()]
-    return torch.stack([torch.cat([torch.arange(each) for each in of_row]) for of_row in documents]).to(whole.device)
+    begins = torch.zeros(rows, length, dtype=torch.bool, device=whole.device)
+    by = next((name for name in ("seq_lens", *_BORDERS) if isinstance(batch.get(name), Tensor)), "")
+    if by == "seq_idx":
+        begins[:, 1:] = batch[by].diff(dim=1) != 0
+    elif by:
+        ends = batch[by].to(begins.device, torch.long)  # in all rows, one behind the other
+        if by == "seq_lens":
+            ends = ends.reshape(rows, -1).cumsum(1) + torch.arange(rows, device=ends.device)[:, None] * length
+        begins.view(-1)[ends[ends < begins.numel()]] = True
+    return by, begins
+
+
+def _require_apart(by: str, begins: Tensor, batch: Mapping[str, Any]) -> None:
+    """Refuse documents that recurrences would keep apart, and attention would join."""
+    positions, mask = batch["position_ids"], batch.get("attention_mask")
+    joined = (positions if positions.dim() == _OF_ROWS else positions[0]).diff(dim=-1) == 1
+    if isinstance(mask, Tensor) and mask.dim() == _OF_ROWS:
+        joined = (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+    wrong = torch.nonzero(begins[:, 1:] & joined)
+    if len(wrong):
+        row, place = wrong[0].tolist()
+        raise DataError(
+            f"{by} says that a document begins at position {place + 1} of sample {row}, but attention would not keep "
+            "it apart: let position_ids begin again there, or leave them out, and give no attention_mask of two "
+            "dimensions"
+        )
 
 
 def length_of(batch: Any) -> int | None:

@@ -219,7 +219,7 @@ def _borders(split: SplitBatch, kwargs: dict[str, Any]) -> tuple[bool, dict[str,
 def _say_joined() -> None:
     if not dist.get_rank():
         _logger.warning(
-            "parallel.sequence: recurrences and convolutions of this model do not keep packed documents apart, as in "
-            "one process; put seq_idx and cu_seq_lens_q into the batches, as transformers' DataCollatorWithFlattening "
-            "does with return_seq_idx=True and return_flash_attn_kwargs=True"
+            "parallel.sequence: recurrences and convolutions of this model join packed documents, as in one process, "
+            "because no seq_idx or cu_seq_lens_q of the batches reaches them; most models pass on what transformers' "
+            "DataCollatorWithFlattening adds with return_seq_idx=True and return_flash_attn_kwargs=True"
         )
