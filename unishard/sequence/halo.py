@@ -88,7 +88,7 @@ def _with_halo(function: Callable[[Tensor], Tensor], x: Tensor, reach: int, spli
     if length != split.part:
         raise ModelError(
             f"a convolution or shift of {length} positions, where parallel.sequence gives each rank {split.part}; "
-            "remove parallel.sequence"
+            "set use_cache to False, for which models pad short samples, or remove parallel.sequence"
         )
     runs = split.layout.multiple // split.group.size
     own = torch.unflatten(x.transpose(1, 2), 1, (runs, -1))
