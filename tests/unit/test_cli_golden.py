@@ -58,6 +58,8 @@ def gives(monkeypatch: pytest.MonkeyPatch, config: Path):
 def test_the_gate(gives) -> None:
     gives()
     assert run("compare", "c.yaml", "--write-golden", "g", "-m", "x").stdout == "g: 4 steps written\n"
+    written = json.loads(run("compare", "c.yaml", "--write-golden", "g", "--json", "-m", "x").stdout)
+    assert written == {"golden": "g", "steps": 4, "modules": False}
     same = run("compare", "c.yaml", "--golden", "g", "-m", "x")
     assert (same.exit_code, same.stdout.split(";")[0]) == (0, "same: fsdp full_shard and g in 4 steps")
     gives({}, {"loss": 1.01})

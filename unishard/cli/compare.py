@@ -110,7 +110,7 @@ def compare(
     with script_runs.folder_of(out) as folder:
         if write_golden is not None:
             task = task._replace(module_steps=tuple(range(1, steps + 1)) if modules else ())
-            golden_runs.write(write_golden, cfg, task, rows, changes, folder)
+            golden_runs.write(write_golden, cfg, task, rows, changes, folder, as_json=as_json)
         elif goals:
             found = golden_runs.hold(expected, cfg, task, rows, changes, folder, modules=modules is not False)
             golden_runs.report(found, as_json=as_json)

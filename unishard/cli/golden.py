@@ -26,8 +26,10 @@ DIFFERENT = 1
 """Exit status when values differ; 2 means an error."""
 
 
-def write(path: Path, cfg: Config, task: Task, rows: Sequence[Variant], changes: list[str], folder: Path) -> None:
-    """Run the only candidate, and write what it gives.
+def write(
+    path: Path, cfg: Config, task: Task, rows: Sequence[Variant], changes: list[str], folder: Path, *, as_json: bool
+) -> None:
+    """Run the only candidate, write what it gives, and say so.
 
     Raises:
         BackendError: The run fails.
@@ -36,7 +38,11 @@ def write(path: Path, cfg: Config, task: Task, rows: Sequence[Variant], changes:
 
     (measured,) = _run(cfg, task, rows, changes, folder)
     save(path, golden_text(measured.records, cfg, measured.modules))
-    echo(f"{path}: {len(measured.records)} steps written" + (", with modules" if task.module_steps else ""))
+    steps, modules = len(measured.records), bool(task.module_steps)
+    if as_json:
+        emit(json.dumps({"golden": str(path), "steps": steps, "modules": modules}, indent=2))
+    else:
+        echo(f"{path}: {steps} steps written" + (", with modules" if modules else ""))
 
 
 def hold(
