@@ -52,7 +52,7 @@ def stand_ins(values: Mapping[str, Any], undecided: Collection[str]) -> dict[str
     """
     stand_in_values = {field: value for field, value in STAND_INS.items() if field in undecided}
     for field, value in (stand_in_values | dict(values)).items():
-        for wanted in needs(field, value):
+        for wanted in needs(field, value) if value is not None else ():
             met = any(values.get(switch) in accepted for switch, accepted in wanted.items())
             switch = next((switch for switch in wanted if switch in undecided), None)
             if switch and not met:

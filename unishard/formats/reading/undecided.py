@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from unishard.config.loading.placeholders import Switches, needs
+from unishard.config import Config
+from unishard.config.loading.placeholders import needs
 from unishard.config.nested import is_within
+from unishard.config.section import needs_of
 from unishard.contract.entries import Entry, Undecided
 from unishard.contract.rules import Fit
 from unishard.errors import in_parts
@@ -39,20 +41,22 @@ def without_unused(
     return [new for entry in entries if (new := _without(entry, unused, faults, changed)) is not None]
 
 
-def _open(field: str, value: Any, fields: Mapping[str, Any], changed: Collection[str]) -> Switches:
+def _open(field: str, value: Any, fields: Mapping[str, Any], changed: Collection[str]) -> Mapping[str, Any]:
     """What the value needs, if the document leaves that open, or an override sets it otherwise."""
     if is_within(field, changed):
         return {}
+    asked = needs(field, value)
+    marks = [need.when for need in needs_of(Config).get(field, ()) if need.refusal]
     return {
         switch: values
-        for need in needs(field, value)
+        for need in (*asked, *marks)
         for switch, values in need.items()
-        if isinstance(fields.get(switch), Undecided) or is_within(switch, changed)
+        if is_within(switch, changed) or (need in asked and isinstance(fields.get(switch), Undecided))
     }
 
 
 def _without(
-    entry: Entry, unused: Mapping[str, Switches], faults: Mapping[str, str], changed: Collection[str]
+    entry: Entry, unused: Mapping[str, Mapping[str, Any]], faults: Mapping[str, str], changed: Collection[str]
 ) -> Entry | None:
     dropped = [field for field in entry.effect.fields if field in unused]
     if not dropped:
@@ -61,11 +65,11 @@ def _without(
     if rest or entry.assumed:
         return entry._replace(effect=entry.effect._replace(fields=rest)) if rest else None
     switch, values = next(iter(unused[dropped[0]].items()))
-    if is_within(switch, changed):
+    if decided := is_within(switch, changed):
         fit, note = Fit.IGNORED, in_parts(faults[dropped[0]])[0]
     else:
         fit, note = (
             Fit.NEEDS_INPUT,
             f"only counts if {switch} is {' or '.join(map(str, values))}; add --set {switch}=...",
         )
-    return entry._replace(effect=entry.effect._replace(fit=fit, note=note, fields={}, copy_verbatim=True))
+    return entry._replace(effect=entry.effect._replace(fit=fit, note=note, fields={}, copy_verbatim=not decided))
