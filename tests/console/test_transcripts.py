@@ -1,8 +1,9 @@
 """What commands print: each section of the pages in this folder is a test in a folder of its own.
 
 A fence with a name is a file, and one of `console` has commands with all that they print, or that without what `...`
-stands for. The fences before the first section are part of each. A command that ends otherwise than with 0 changes no
-file, and prints on stderr alone but for the differences or the JSON that it was asked for.
+stands for; `python` runs a file, in this process. The fences before the first section are part of each. A command that
+ends otherwise than with 0 changes no file, and prints on stderr alone but for the differences, the damage or the JSON
+that it was asked for.
 
 After a change that is meant, write the output anew and read the difference: `pytest tests/console --bless`.
 """
@@ -10,6 +11,7 @@ After a change that is meant, write the output anew and read the difference: `py
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -60,8 +62,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def files(folder: Path) -> dict[str, str]:
-    return {str(path): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def printed(command: str) -> tuple[int, str]:
@@ -69,11 +71,14 @@ def printed(command: str) -> tuple[int, str]:
     program, *words = shlex.split(command, comments=True)
     if program == "cat":
         return 0, "".join(Path(word).read_text() for word in words)
+    if program == "python":
+        runpy.run_path(words[0])
+        return 0, ""
     assert program == "unishard"
     result = CliRunner().invoke(app, words, prog_name="unishard")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    asked = "--json" in words or words[0] == "diff"
+    asked = "--json" in words or {"diff", "verify"} & {*words[:2]}
     assert asked or result.exit_code == 0 or not result.stdout, f"{command} fails, and prints on stdout"
     return result.exit_code, result.output
 

@@ -98,30 +98,6 @@ ASK = (
 )
 
 
-def test_every_engine_and_strategy_in_80_columns(project: Path) -> None:
-    result = run(*ASK, "--device", "h100-80g")
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[0] == "factories:build: 6.47 K parameters; 16 ranks on 2 nodes; h100-80g, 78.1 GiB"
-    for backend in ("fsdp", "deepspeed"):
-        for strategy in ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard"):
-            assert any(line.split()[:2] == [backend, strategy] for line in lines)
-    assert any(line.startswith("* full_shard") for line in lines)
-    assert any(line.startswith("recommendation: ") for line in lines)
-
-
-def test_the_ranks_are_those_of_the_config_unless_an_option_says_others(project: Path) -> None:
-    with Path("cfg.yaml").open("a") as file:
-        file.write("launch: {nodes: 2, processes_per_node: 4}\n")
-    ask = ("plan", "cfg.yaml", "--model", "factories:build", "--no-activations")
-    found = run(*ask)
-    assert found.stdout.startswith("factories:build: 6.47 K parameters; 8 ranks on 2 nodes\n")
-    assert found.stderr == "note: for 8 ranks (2 nodes), as launch says\n"
-    given = run(*ask, "--world-size", "16", "--gpus-per-node", "16", "--json")
-    assert (json.loads(given.stdout)["gpus_per_node"], given.stderr) == (16, "")
-
-
 def test_json_holds_the_same(project: Path) -> None:
     result = run(*ASK, "--memory", "1GiB", "--json")
     found = json.loads(result.stdout)
@@ -159,20 +135,6 @@ def test_what_was_computed_is_not_computed_again(project: Path) -> None:
     )
     assert again.returncode == 0, again.stderr
     assert again.stdout == first.stdout
-
-
-def test_a_missing_model_is_an_error_with_an_example(project: Path) -> None:
-    result = run("plan", "cfg.yaml")
-    assert result.exit_code == 1
-    assert "--model: is missing" in result.stderr
-    assert "`unishard plan cfg.yaml --model ./llama --world-size 8 --device h100-80g`" in result.stderr
-
-
-def test_without_a_device_or_activations(project: Path) -> None:
-    result = run("plan", "cfg.yaml", "--model", "factories:bare", "--no-activations")
-    assert result.exit_code == 0, result.output
-    assert "activations are left out" in result.stdout
-    assert "recommendation" not in result.stdout
 
 
 def test_a_forward_that_returns_no_loss_is_planned_with_one(project: Path) -> None:

@@ -3,9 +3,7 @@ errors."""
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -164,69 +162,6 @@ def project(config: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return config
 
 
-def test_the_dry_run_is_ready_to_paste(project: Path) -> None:
-    result = run(
-        "launch",
-        "c.yaml",
-        "--processes-per-node",
-        "4",
-        "--set",
-        "training.seed=1",
-        "--dry-run",
-        "train.py",
-        "--set",
-        "x",
-        "-m",
-    )
-    assert result.exit_code == 0, result.output
-    words = shlex.split(result.stdout)
-    assert words[:2] == [f"UNISHARD_CONFIG={project.resolve()}", 'UNISHARD_OVERRIDES=["training.seed=1"]']
-    assert words[words.index("--standalone") :] == [
-        "--standalone",
-        "--nproc-per-node",
-        "4",
-        "--",
-        "train.py",
-        "--set",
-        "x",
-        "-m",
-    ]
-    as_json = json.loads(run("launch", "--json", "c.yaml", "--dry-run", "-m", "pkg.train", "--help").stdout)
-    assert as_json["command"][-4:] == ["-m", "--", "pkg.train", "--help"]
-    assert as_json["environment"] == {"UNISHARD_CONFIG": str(project.resolve())}
-    assert shlex.split(as_json["line"])[1:] == as_json["command"]
-
-
-def test_a_hostfile_of_deepspeed_says_where(project: Path) -> None:
-    Path("hosts").write_text("# two of them\nworker-1 slots=4\nworker-2 slots=4  # the other\n\n")
-    words = shlex.split(run("launch", "c.yaml", "--hostfile", "hosts", "--dry-run", "train.py").stdout)
-    assert words[words.index("--nnodes") :][:8] == [
-        *("--nnodes", "2", "--nproc-per-node", "4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "worker-1:29500")
-    ]
-    Path("hosts").write_text("worker-1 slots=4\n")
-    assert "--standalone" in run("launch", "c.yaml", "--hostfile", "hosts", "--dry-run", "train.py").stdout
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "worker-1:4\na slots=2\na slots=2\n",
-            "hosts:1: 'worker-1:4' is no host; write NAME slots=N\nhosts:3: a is listed twice; remove one line\n",
-        ),
-        ("# none\n", "hosts: names no host; write one line for each: NAME slots=N\n"),
-        (
-            "a slots=2\nb slots=4\n",
-            "hosts: hosts have different numbers of slots (a has 2, b has 4); give each its own --processes-per-node\n",
-        ),
-    ],
-)
-def test_what_no_hostfile_is(project: Path, text: str, message: str) -> None:
-    Path("hosts").write_text(text)
-    result = run("launch", "c.yaml", "--hostfile", "hosts", "--dry-run", "train.py")
-    assert (result.exit_code, result.stderr) == (1, message)
-
-
 # -- jobs ------------------------------------------------------------------------------------------
 
 
@@ -251,31 +186,6 @@ def test_bash_reads_the_batch_script(project: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.stdout == "job.sh: written; submit it with: sbatch job.sh\n"
     subprocess.run(["bash", "-n", "job.sh"], check=True)
-
-
-@pytest.mark.parametrize(
-    ("sent", "caught", "named"),
-    [
-        ("USR1@120", [], "SIGUSR1"),
-        ("B:SIGTERM@60", ["USR1"], "SIGTERM"),
-        ("10", [], "SIGUSR1"),
-        ("USR1@120", ["USR1"], None),
-        (10, ["SIGUSR1"], None),
-        (None, [], None),
-    ],
-)
-def test_a_signal_that_slurm_sends_and_nobody_saves_at_is_told(
-    project: Path, sent: str | int | None, caught: list[str], named: str | None
-) -> None:
-    options = ["launch.slurm={signal: " + json.dumps(sent) + "}"] if sent is not None else []
-    options += ["checkpoint.dir=runs", f"checkpoint.on_signal={json.dumps(caught)}"] if caught else []
-    changes = [word for option in options for word in ("--set", option)]
-    result = run("launch", "c.yaml", *changes, "--slurm", "--dry-run", "train.py")
-    assert result.exit_code == 0, result.output
-    assert (f"warning: launch.slurm: Slurm sends {named} before it ends the job" in result.stderr) == (
-        named is not None
-    )
-    assert ("warning" in result.stderr) == (named is not None)
 
 
 @pytest.mark.parametrize("command", [("launch", "c.yaml", "train.py"), ("plan", "c.yaml", "--model", "model")])
@@ -342,28 +252,6 @@ def test_submitting_prints_the_job(project: Path, tmp_path: Path, monkeypatch: p
     assert (result.exit_code, result.stderr) == (
         1,
         "sbatch refuses the script (invalid partition); change launch.slurm, and see the script with --dry-run\n",
-    )
-
-
-def test_what_ray_is_asked_for(project: Path) -> None:
-    result = run(
-        "launch",
-        "c.yaml",
-        "--nodes",
-        "1:2",
-        "--set",
-        "launch.max_restarts=3",
-        "--ray",
-        "--dry-run",
-        "train.py",
-        "--lr",
-        "3",
-    )
-    asked = json.loads(result.stdout)
-    assert (asked["num_workers"], asked["max_failures"], asked["arguments"]) == ([2, 4], 3, ["--lr", "3"])
-    assert (asked["script"], asked["environment"]["UNISHARD_CONFIG"]) == (
-        str(Path("train.py").resolve()),
-        str(project.resolve()),
     )
 
 
