@@ -19,19 +19,21 @@ def measured(known: Iterable[ParityRow] = (), features: Collection[str] = ()) ->
         features: Measure only the cells of these, and those that are not known.
     """
     before = {(row.engine, row.cell): row for row in known}
+    cells = conformance.cells()
     for backend in BACKENDS:
-        for cell in conformance.cells():
-            row = None if cell.feature in features else before.get((backend, str(cell)))
-            yield row or _row(backend, cell)
-        sys.stderr.write(f"{backend}: {len(conformance.cells())} cells\n")
+        rows = {cell: before.get((backend, str(cell))) for cell in cells if cell.feature not in features}
+        together = [cell for cell in cells if not rows.get(cell)] if before else []
+        for cell in cells:
+            yield rows.get(cell) or _row(backend, cell, together)
+        sys.stderr.write(f"{backend}: {len(cells)} cells\n")
 
 
-def _row(backend: str, cell: Cell) -> ParityRow:
+def _row(backend: str, cell: Cell, together: Collection[Cell]) -> ParityRow:
     try:
-        answer = conformance.measure(backend, cell)
+        answer = conformance.measure(backend, cell, together)
         if isinstance(answer, Refusal):
             return ParityRow(backend, str(cell), error=REFUSED + " ".join(answer.reason.split(": ", 1)[-1].split()))
-        deviation = conformance.compare(answer, conformance.expected(cell))
+        deviation = conformance.compare(answer, conformance.expected(cell, together))
     except AssertionError as failure:
         return ParityRow(backend, str(cell), error=FAILED + str(failure).strip())
     return ParityRow(

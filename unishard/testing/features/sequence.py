@@ -41,28 +41,26 @@ def _packed(index: int) -> dict[str, Tensor]:
     return sample | {"labels": labels, "position_ids": positions}
 
 
-def _windowed() -> nn.Module:
-    """A tiny Gemma 3, one of whose layers has a sliding window, the same on every call."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+def _tiny(model: str, config: str, **changes: Any) -> nn.Module:
+    """A tiny causal language model of transformers, the same on every call."""
+    import transformers
 
-    config = Gemma3TextConfig(
-        vocab_size=97,
-        hidden_size=24,
-        intermediate_size=41,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=32,
-        sliding_window=4,
-        layer_types=["sliding_attention", "full_attention"],
-        use_cache=False,
-        pad_token_id=0,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 24,
+        "intermediate_size": 41,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "max_position_embeddings": 32,
+        "use_cache": False,
+        "pad_token_id": 0,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model: nn.Module = Gemma3ForCausalLM(config)
-        return model
+        built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**sizes | changes))
+        return built
 
 
 def _of(build: Callable[..., nn.Module], **changes: Any) -> TestModel:
@@ -71,6 +69,33 @@ def _of(build: Callable[..., nn.Module], **changes: Any) -> TestModel:
 
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
 """They divide by the size of a group."""
+_WINDOWED = _of(
+    partial(_tiny, "Gemma3ForCausalLM", "Gemma3TextConfig"),
+    sliding_window=4,
+    layer_types=["sliding_attention", "full_attention"],
+)
+_STATE_SPACE = _of(
+    partial(_tiny, "BambaForCausalLM", "BambaConfig"),
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.2,  # with less, positions hardly see each other
+    attn_layer_indices=[1],
+    mamba_n_heads=4,
+    mamba_d_head=12,
+    mamba_n_groups=1,
+    mamba_d_state=8,
+    mamba_chunk_size=4,
+    eos_token_id=2,
+)
+_DELTA_RULE = _of(
+    partial(_tiny, "Qwen3_5ForCausalLM", "Qwen3_5TextConfig"),
+    initializer_range=0.05,  # with more, fp32 of one process is beyond the bounds, too, if a weight differs by 1e-7
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=1,
+    linear_num_value_heads=3,
+    linear_key_head_dim=8,
+    linear_value_head_dim=6,
+)
 
 
 def _loop(models: Models, engine: unishard.Engine, data: list[dict[str, Any]], cell: Cell) -> Curve:
@@ -109,7 +134,23 @@ _ALLGATHER = replace(
     name="allgather",
     about="the same with gathered keys and values, three heads and a sliding window",
     sections=_sections("allgather"),
-    **_trained({"gemma3": _of(_windowed)}),
+    **_trained({"gemma3": _WINDOWED}),
+)
+_BY_HEADS = replace(
+    _ULYSSES,
+    name="recurrences_by_heads",
+    about="the same with causal convolutions, and a state space (Mamba2) of which each rank has some heads; "
+    "`parallel.sequence.recurrences`",
+    sections=_sections("ulysses", parallel={"sequence": {"recurrences": "heads"}}),
+    strategies=STRATEGIES[2:],
+    **_trained({"bamba": _STATE_SPACE}),
+)
+_BY_STATES = replace(
+    _BY_HEADS,
+    name="recurrences_by_states",
+    about="the same with a gated delta rule of three heads, whose states are gathered, as keys and values are",
+    sections=_sections("allgather", parallel={"sequence": {"recurrences": "states"}}),
+    **_trained({"qwen3_5": _DELTA_RULE}),
 )
 
 
@@ -168,5 +209,16 @@ FEATURES = (
         {"activation_checkpointing": "full"},
         precisions=("fp32",),
         **_trained({"llama": _of(lora, attn_implementation="sdpa")}),
+    ),
+    _BY_HEADS,
+    _BY_STATES,
+    _with(
+        _BY_STATES,
+        "hybrid",
+        "a state space, and hybrid sharding in groups of 2 ranks",
+        {"sharding": {"group_size": 2}},
+        strategies=("hybrid_shard",),
+        worlds=(4,),
+        **_trained({"bamba": _STATE_SPACE}),
     ),
 )
