@@ -14,6 +14,7 @@ from harness import config, curve, own_share, share, train
 import unishard
 from unishard.engine.model.activation_offload import units
 from unishard.testing import run_ranks
+from unishard.testing.features import FEATURES
 from unishard.testing.features.eight_bit import BOUNDS, wide
 from unishard.testing.features.quantization import quantized_by_bitsandbytes, with_adapters
 from unishard.testing.models import MODELS, llama
@@ -35,7 +36,7 @@ class Cell(NamedTuple):
     offload: str = ""
     """`optimizer`, `all`, `activations`, or nothing."""
     sequence: str = ""
-    """`ulysses` or `allgather`, where both ranks share each sample."""
+    """A feature in which both ranks share each sample."""
     feature: str = ""
     """What else is trained with, of `SECTIONS`, or nothing."""
 
@@ -80,6 +81,11 @@ CELLS = (
         for backend in BACKENDS
         for strategy, precision in (("full_shard", "fp32"), ("shard_grad_op", "bf16"))
         for method in ("ulysses", "allgather")
+    ),
+    *(
+        Cell(backend, strategy, precision, sequence=f"recurrences_by_{way}")
+        for backend in BACKENDS
+        for way, strategy, precision in (("heads", "full_shard", "bf16"), ("states", "shard_grad_op", "fp32"))
     ),
     *(Cell(backend, "full_shard", "fp32", "all", "ulysses") for backend in BACKENDS),
     *(Cell(backend, strategy, "fp32", feature="muon") for backend in BACKENDS for strategy in STRATEGIES),
@@ -148,8 +154,9 @@ def races() -> list[str]:
 
 def _ran(cell: Cell) -> Ran:
     before = len(races())
-    sections = OFFLOADS[cell.offload] | ({"parallel": {"sequence": _of(cell.sequence)}} if cell.sequence else {})
-    sections |= SECTIONS[cell.feature]
+    sections = OFFLOADS[cell.offload] | SECTIONS[cell.feature]
+    if cell.sequence:
+        sections["parallel"] = FEATURES[cell.sequence].sections["parallel"]
     training = WINDOWS | sections.pop("training", {})
     sharding = {"strategy": cell.strategy} | sections.pop("sharding", {})
     cfg = config(cell.backend, sharding, precision=cell.precision, training=training, **sections)
@@ -198,10 +205,6 @@ def _train_in_parts(engine: Any, data: list[dict[str, Any]]) -> list[tuple[float
 _LOOPS: dict[str, Any] = {"stream": _train_and_stream, "parts": _train_in_parts}
 
 
-def _of(method: str) -> dict[str, Any]:
-    return {"size": 2, "method": method}
-
-
 def _model(cell: Cell) -> torch.nn.Module:
     if cell.feature in ("nf4", "eight_bit"):
         with mock.patch.object(torch.cuda, "is_available", return_value=False):
@@ -212,7 +215,10 @@ def _model(cell: Cell) -> torch.nn.Module:
         return with_adapters(llama())
     if cell.feature == "eight_bit":
         return wide()
-    return llama(num_attention_heads=4, num_key_value_heads=2) if cell.sequence else MODELS["mlp"].build()
+    if cell.sequence:
+        (model,) = FEATURES[cell.sequence].models.values()
+        return model.build()
+    return MODELS["mlp"].build()
 
 
 def _data(cell: Cell) -> list[dict[str, Any]]:

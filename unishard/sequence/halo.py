@@ -117,9 +117,10 @@ def _halo(own: Tensor, reach: int, split: SplitBatch) -> Tensor:
 
 def _with_gaps(function: Callable[[Tensor], Tensor], seen: Tensor, reach: int, split: SplitBatch) -> Tensor:
     """With as many zeros between documents as a function sees."""
-    places = _spread(split, reach).to(seen.device)
-    index = places[:, :, None].expand(-1, -1, seen.shape[2])
-    spread = seen.new_zeros(len(seen), int(places.max()) + 1, seen.shape[2]).scatter(1, index, seen)
+    places = _spread(split, reach)
+    spread = seen.new_zeros(len(seen), int(places.max()) + 1, seen.shape[2])
+    places = places.to(seen.device, non_blocking=True)
+    spread = spread.scatter(1, places[:, :, None].expand(-1, -1, seen.shape[2]), seen)
     made = function(spread.transpose(1, 2))
     return made.gather(2, places[:, None, reach:].expand(-1, made.shape[1], -1))
 

@@ -167,7 +167,7 @@ def _recurrence(
     documents = split.separate_documents if apart else split.whole_samples
     if apart and (borders := _kernel_borders(own, recurrence.borders, split)) is not None:
         device = next(iter(declared.tensors(args, kwargs).values())).device
-        kwargs, documents = {**kwargs, recurrence.borders: borders.to(device)}, split.whole_samples
+        kwargs, documents = {**kwargs, recurrence.borders: borders.to(device, non_blocking=True)}, split.whole_samples
     return over_heads(declared, split, args, kwargs, documents)
 
 

@@ -270,9 +270,10 @@ void any_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&any_operator>()); }
 
-// Operators that torch would compose of others, with other roundings, for a device that has no kernel of its own.
+// Operators that torch would compose of others, with other roundings, for a device that has no kernel of its own, or of those that only CUDA has.
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
-  for (const char* name : {"native_layer_norm", "native_group_norm"}) library.impl(name, torch::CppFunction::makeFromBoxedFunction<&any_operator>());
+  for (const char* name : {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&any_operator>());
 }
 
 }  // namespace sim
