@@ -215,6 +215,8 @@ def _model(cell: Cell) -> torch.nn.Module:
         return with_adapters(llama())
     if cell.feature == "eight_bit":
         return wide()
+    if cell.sequence in ("ulysses", "allgather"):
+        return llama(num_attention_heads=4, num_key_value_heads=2)
     if cell.sequence:
         (model,) = FEATURES[cell.sequence].models.values()
         return model.build()

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from harness import config, own_share, prepare
+from harness import config, own_share, prepare, share
 
+import unishard
 from unishard.testing import run_ranks
+from unishard.testing.features import FEATURES
 
 ADAMW = {"name": "adamw", "lr": 1e-2}
 WARM, MEASURED = 10, 4
@@ -26,6 +28,9 @@ DEEPSPEED = {
 """The waits of a step, by kind. Those of stages 1 to 3 are DeepSpeed's own (0.19.8): it copies parts of the norm to the
 device and reads whether it is finite (runtime/zero/stage_1_and_2.py, runtime/utils.py), and waits for its reductions
 and gathers."""
+SHARED = {"aten::equal": 2, "aten::nonzero": 1, "copy_ to the host": 1, "event synchronize": 1, "item": 1}
+"""Of ranks that share samples under FSDP2: they compare their positions and read where documents begin, and
+transformers asks whether positions are padded."""
 
 
 class Waits(NamedTuple):
@@ -38,10 +43,24 @@ class Waits(NamedTuple):
 
 def steps(backend: str, strategy: str, mode: str) -> Waits:
     """The waits of a warm step; under `error` the first one raises."""
+    with prepare(config(backend, strategy, optimizer=ADAMW)) as engine:
+        return waits(engine, own_share(WARM + MEASURED), mode)
+
+
+def shared(feature: str) -> Waits:
+    """The waits of a warm step of ranks that share samples."""
+    (model,) = FEATURES[feature].models.values()
+    cfg = config("fsdp", "full_shard", optimizer=ADAMW, parallel=FEATURES[feature].sections["parallel"])
+    with unishard.prepare(model.build(), cfg) as engine:
+        return waits(engine, share(WARM + MEASURED, rank=0, world=1, model="llama"), "warn")
+
+
+def waits(engine: unishard.Engine, data: list[dict[str, torch.Tensor]], mode: str) -> Waits:
+    """The waits of a warm step."""
     from simulated_cuda import device
 
-    with warnings.catch_warnings(record=True) as caught, prepare(config(backend, strategy, optimizer=ADAMW)) as engine:
-        for number, batch in enumerate(engine.batches(own_share(WARM + MEASURED))):
+    with warnings.catch_warnings(record=True) as caught:
+        for number, batch in enumerate(engine.batches(data)):
             if number == WARM:
                 torch.cuda.synchronize()
                 device.reset_counts()
@@ -84,3 +103,16 @@ def test_the_waits_of_deepspeed_do_not_grow_and_none_is_ours(strategy):
         assert {name: number for name, number in kinds.items() if number > DEEPSPEED[strategy].get(name, 0)} == {}
         assert [file for file in files if "site-packages/deepspeed" not in file] == []
         assert bool(files) is (strategy != "no_shard")
+
+
+RECURRENCES = ("recurrences_by_heads", "recurrences_by_states")
+
+
+def on_a_rank_shared(features: tuple[str, ...]) -> list[Waits]:
+    return [shared(feature) for feature in features]
+
+
+def test_a_step_waits_for_nothing_more_where_recurrences_are_split():
+    for rank in run_ranks(2, on_a_rank_shared, RECURRENCES, timeout=300):
+        for found in rank:
+            assert {name: number for name, number in found.kinds.items() if number > SHARED.get(name, 0)} == {}

@@ -125,9 +125,10 @@ def beginnings(
     states = [torch.zeros_like(finals[:, 0])]
     for number in range(everyones.shape[1] - 1):
         states.append(apply(transitions[:, number], states[-1]) + finals[:, number])
-    # Chosen of all states, so that every rank takes part in the backward of the gather.
-    mine = [run.start for run in split.layout.runs(split.group.rank, split.layout.multiple)]
-    return torch.stack(states, 1)[:, mine].flatten(0, 1)
+    # Chosen of all states, so that every rank takes part in the backward of the gather; one by one, for a list would be
+    # copied to the device.
+    mine, every = split.layout.runs(split.group.rank, split.layout.multiple), torch.stack(states, 1)
+    return torch.stack([every[:, run.start] for run in mine], 1).flatten(0, 1)
 
 
 def _runs(tensor: Tensor, split: SplitBatch) -> Tensor:
