@@ -1,6 +1,7 @@
 """Measures long sequences on both engines beside Accelerate's own and beside half the length, and writes the page.
 
-    python -m benchmarks.sequence --write     # 25 minutes
+    python -m benchmarks.sequence --write     # 40 minutes
+    python -m benchmarks.sequence --hybrid --write
     python -m benchmarks.sequence --engine fsdp --rounds 1 --budget 0
     python -m benchmarks.sequence --kept      # measures nothing
 
@@ -11,11 +12,12 @@ process.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.machine import machine
 from benchmarks.sequence.measuring import longest, updates
-from benchmarks.sequence.page import MEASURED, line_of, result_of
+from benchmarks.sequence.page import MEASURED, OF_HYBRIDS, REFERENCE, Comparison, line_of, result_of
 from benchmarks.sequence.training import ENGINES, GROUP, SIZE, Candidate
 
 SPLIT = {method: {"parallel": {"sequence": {"size": GROUP, "method": method}}} for method in ("ulysses", "allgather")}
@@ -24,6 +26,13 @@ CANDIDATES = (*(Candidate(method, sections=sections) for method, sections in SPL
 ACCELERATE = {"deepspeed": (Candidate("Accelerate"),)}
 """Its `cp_size` on FSDP2 does not run on CPU: torch 2.13 has no sharding strategy for
 `aten._scaled_dot_product_flash_attention_for_cpu`."""
+HYBRID = (
+    *(
+        Candidate(way, sections={"parallel": {"sequence": {"size": GROUP, "recurrences": way}}}, hybrid=True)
+        for way in ("heads", "states")
+    ),
+    HALF._replace(hybrid=True),
+)
 CHUNKED = {"training": {"loss_chunk_tokens": 256}}
 WITHIN = (
     Candidate("one rank a sequence", sections={}),
@@ -39,23 +48,36 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, action="append", help="default: both")
     parser.add_argument("--rounds", type=int, default=5, help="starts of each candidate")
     parser.add_argument("--budget", type=int, default=256, help="MiB of an update, for the longest sequence; 0: none")
+    parser.add_argument("--hybrid", action="store_true", help="measure the hybrid model alone, and keep the rest")
     MEASURED.run(parser, measure)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Time all candidates, and look for the longest sequences."""
+    results = MEASURED.kept() if given.hybrid else _of_attention(given)
+    results["hybrid"] = {"machine": machine(GROUP), "cells": []}
+    for engine in given.engine or ENGINES:
+        results["hybrid"]["cells"] += _timed(engine, HYBRID, given.rounds, OF_HYBRIDS)
+    return results
+
+
+def _of_attention(given: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"machine": machine(GROUP), "cells": [], "longest": [], "budget": given.budget}
     for engine in given.engine or ENGINES:
-        candidates = (*CANDIDATES, *ACCELERATE.get(engine, ()))
-        rounds = [{each.name: updates(engine, each) for each in candidates} for _ in range(given.rounds)]
-        for each in candidates:
-            results["cells"].append(result_of(engine, each.name, rounds))
-            print(line_of(results["cells"][-1]), flush=True)
+        results["cells"] += _timed(engine, (*CANDIDATES, *ACCELERATE.get(engine, ())), given.rounds, REFERENCE)
         for each in WITHIN if given.budget else ():
             length = longest(engine, each, given.budget << 20)
             results["longest"].append({"engine": engine, "name": each.name, "length": length})
             print(f"{engine}: {each.name}: {length:,} positions", flush=True)
     return results
+
+
+def _timed(engine: str, candidates: Sequence[Candidate], count: int, reference: Comparison) -> Iterator[dict[str, Any]]:
+    rounds = [{each.name: updates(engine, each) for each in candidates} for _ in range(count)]
+    for each in candidates:
+        result = result_of(engine, each.name, rounds, reference)
+        print(line_of(result, reference), flush=True)
+        yield result
 
 
 if __name__ == "__main__":

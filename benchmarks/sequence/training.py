@@ -31,6 +31,8 @@ class Candidate(NamedTuple):
     """Of a sequence."""
     sections: dict[str, Any] | None = None
     """Of the config; None for Accelerate's own."""
+    hybrid: bool = False
+    """Whether it trains the hybrid model."""
 
     @property
     def split(self) -> bool:
@@ -38,9 +40,34 @@ class Candidate(NamedTuple):
         return self.sections is None or "parallel" in self.sections
 
 
-def build(length: int) -> nn.Module:
+def build(candidate: Candidate) -> nn.Module:
     """The same random weights on every call, in fp32."""
-    return llama_of(SIZE._replace(length=length))
+    size = SIZE._replace(length=candidate.length)
+    return _hybrid_of(size) if candidate.hybrid else llama_of(size)
+
+
+def _hybrid_of(size: Size) -> nn.Module:
+    """A Qwen3.5: three layers of gated delta rules, and one of attention."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    dim = size.hidden // size.heads
+    config = Qwen3_5TextConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.inner,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        head_dim=dim,
+        linear_num_key_heads=size.heads,
+        linear_num_value_heads=size.heads,
+        linear_key_head_dim=dim,
+        linear_value_head_dim=dim,
+        max_position_embeddings=size.length,
+        use_cache=False,
+    )
+    torch.manual_seed(7)
+    return Qwen3_5ForCausalLM(config).train()
 
 
 def samples(length: int) -> list[dict[str, Tensor]]:
@@ -62,7 +89,7 @@ def through_unishard(engine_name: str, candidate: Candidate) -> Iterator[float]:
             "training": training,
         }
     )
-    engine = unishard.prepare(build(candidate.length), cfg)
+    engine = unishard.prepare(build(candidate), cfg)
     read = samples(candidate.length)
     read = read if candidate.split else read[engine.rank :: GROUP]
     for batch in engine.batches(DataLoader(read, batch_size=1)):
@@ -84,7 +111,7 @@ def accelerate_on_deepspeed(candidate: Candidate) -> Iterator[float]:
 
         PartialState(cpu=True)
         deepspeed.init_distributed("gloo", dist_init_required=False)
-        model = build(candidate.length)
+        model = build(candidate)
         settings = deepspeed_settings(Cell("deepspeed", "full_shard", "fp32", "tiny"), model)
         settings |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
         handler = DeepSpeedSequenceParallelConfig(
