@@ -36,6 +36,7 @@ class DeepSpeedBackend:
     requires: Mapping[str, str] = {"torch": "torch", "deepspeed": "deepspeed"}
     tested: Mapping[str, Sequence[str]] = {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15"), "deepspeed": ("0.19.8",)}
     rules = RULES
+    averages_over_holders = False
     constants = CONSTANTS
 
     @property

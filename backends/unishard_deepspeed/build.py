@@ -123,8 +123,7 @@ def _trained(
         _only_named_leaves(model)
         listed = ListedOutputs(model, units.gathered)
     else:
-        materialization.materialize([*model.parameters(), *model.buffers()], device)
-        broadcast([*model.parameters(), *model.buffers()])
+        broadcast(materialization.materialize([*model.parameters(), *model.buffers()], device))
         make_dense(model.parameters())  # DeepSpeed broadcasts their memory again, without a look at strides
         inner = InnerOptimizer(optimizer(named))
         # DeepSpeed replaces the parameters' data by 16-bit tensors and rounds the master weights; these are the fp32
@@ -133,7 +132,7 @@ def _trained(
             [(parameter, parameter.data) for _, parameter in named] if precision.compute != precision.master else []
         )
     client = kept_fp32.after_cast(model, inner.optimizer)
-    with start.quiet(), zero.building(inner):
+    with start.quiet(), zero.building(model, inner):
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=client, config=settings, dist_init_required=False, mpu=replicas
         )

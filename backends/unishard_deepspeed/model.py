@@ -88,7 +88,7 @@ class ZeroModel(ShardedModel):
     def unsharded(self, names: Sequence[str]) -> Iterator[None]:
         """Keep parameters gathered at stage 3; at the other stages they are full."""
         self.zero.cases.unsharded.require()
-        if not self.forward_is_collective or not names:
+        if not self.zero.gathers or not names:
             yield
             return
         self.kept = dict.fromkeys(map(self.module.get_parameter, names))
@@ -108,7 +108,7 @@ class ZeroModel(ShardedModel):
 
     def reads_shard(self, error: RuntimeError) -> str | None:
         """A parameter was used that is not gathered, and so empty."""
-        return "" if self.forward_is_collective and is_of_shard(error) else None
+        return "" if self.zero.gathers and is_of_shard(error) else None
 
     def placement(self) -> Placement:
         """Report what the engine holds, from its live tensors."""

@@ -42,6 +42,7 @@ class FSDPBackend:
     requires: Mapping[str, str] = {"torch": "torch"}
     tested: Mapping[str, Sequence[str]] = {"torch": ("2.11", "2.12", "2.13", "2.14", "2.15")}
     rules = RULES
+    averages_over_holders = True
 
     @property
     def constants(self) -> Mapping[str, tuple[Any, str]]:

@@ -112,7 +112,7 @@ def test_what_an_adapter_is() -> None:
 def test_what_a_backend_is() -> None:
     assert members(Backend) == {
         *("name", "requires", "tested", "private_api", "rules", "constants", "translate", "require", "spec", "build"),
-        *("checkpoint_formats", "footprint", "layout"),
+        *("checkpoint_formats", "footprint", "layout", "averages_over_holders"),
     }
 
 

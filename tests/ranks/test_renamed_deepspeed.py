@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from expert_models import build
 from harness import DEEP, config, my_rank, play, refused, values
 from renaming import renamed
 from torch import nn
@@ -113,6 +114,13 @@ def trains_an_empty_parameter(strategy):
         assert update(engine).updated
 
 
+def divides_experts(strategy):
+    cfg = config("deepspeed", strategy, optimizer=SGD, parallel={"expert": 2})
+    with unishard.prepare(build("own"), cfg) as engine:
+        engine.backward(engine(torch.ones(2, 3, dtype=torch.long), torch.ones(2, 3, dtype=torch.long)))
+        assert engine.step().updated
+
+
 def starts_again(strategy):
     trains(strategy)
     lifetime.shutdown()
@@ -162,6 +170,8 @@ MEETING = {
         "full_shard",
         {"native": {"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}}},
     ),
+    "slices-stages-1-2": (divides_experts, "shard_grad_op"),
+    "slices-stage-3": (divides_experts, "full_shard"),
     "conditional-modules-stages-1-2": (trains, "shard_grad_op", {"whole": ("Linear",)}),
     "conditional-modules-stage-3": (trains, "full_shard", {"whole": ("Linear",)}),
     "replicated-stages-1-2": (trains, {"strategy": "shard_grad_op", **WHOLE}, "fp32"),
@@ -286,7 +296,7 @@ def call(case):
     return said
 
 
-WORLDS = {case: 4 if case.startswith(("replica-groups", "second-copies")) else 1 for case in PRIVATE_API}
+WORLDS = {case: 4 if case.startswith(("replica-groups", "second-copies", "slices")) else 1 for case in PRIVATE_API}
 NOT_REFUSED = ("frees-stage-3", "gathers-stage-3", "partitioned-parameters")
 """Cases without whose names nothing is refused: of what only a CUDA device does (tests/device_sim has one),
 and parameters that are not gathered show nothing."""

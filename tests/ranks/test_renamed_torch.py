@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
+from expert_models import build
 from harness import MICRO_BATCHES, assert_conforms, configured, curve, own_share, play, refused, train, values, windows
 from renaming import renamed
 from torch import nn
@@ -185,7 +186,13 @@ def gathers():
     return "nothing"
 
 
+def divides_experts():
+    cfg = configured("fsdp", "full_shard").override("parallel.expert=2")
+    return refused(unishard.prepare, build("own"), cfg)
+
+
 SCENARIOS = {
+    "slices": divides_experts,
     "pending-gathers": gathers,
     "local-tensors": reads_a_number,
     "numbers": reads_a_number,

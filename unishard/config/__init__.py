@@ -18,7 +18,7 @@ from unishard.config.launch import LaunchSettings
 from unishard.config.logging import Logging
 from unishard.config.offload import Offload
 from unishard.config.optimizer import Optimizer, ParameterGroup
-from unishard.config.parallel import Parallel, SequenceParallel
+from unishard.config.parallel import ExpertParallel, Parallel, SequenceParallel
 from unishard.config.precision import Precision
 from unishard.config.profile import Profile
 from unishard.config.quantization import Quantization
@@ -36,6 +36,7 @@ __all__ = [
     "Communication",
     "Compile",
     "Config",
+    "ExpertParallel",
     "LaunchSettings",
     "Logging",
     "Offload",
@@ -78,7 +79,7 @@ class Config(Section):
     modules of these classes. The random state is restored before a recomputation, so losses do not change.
     """
     parallel: Parallel = Field(default_factory=Parallel.model_construct)
-    """What several ranks do together, besides sharding: long sequences."""
+    """What several ranks do together, besides sharding: long sequences, experts of a mixture."""
     training: Training = Field(default_factory=Training.model_construct)
     """The loop."""
     optimizer: Optimizer = Field(default_factory=Optimizer.model_construct)
@@ -147,8 +148,23 @@ class Config(Section):
                 "training.loss_chunk_tokens",
                 "is not supported with compile.mode full, which compiles the loss too; write per_block",
             )
+        if self.parallel.expert.on:
+            yield from self._problems_of_slices()
         if self.activation_checkpointing == []:
             yield "activation_checkpointing", "is empty; name at least one class, or write full or none"
+
+    def _problems_of_slices(self) -> Iterator[tuple[str, str]]:
+        strategy, optimizer = self.sharding.strategy, self.optimizer.name
+        if strategy not in ("full_shard", "shard_grad_op"):
+            yield (
+                "parallel.expert",
+                f"is not supported with {strategy}; set sharding.strategy to full_shard or shard_grad_op",
+            )
+        if optimizer in ("muon", "adamw_8bit"):
+            yield (
+                "parallel.expert",
+                f"is not supported with optimizer {optimizer}, which needs whole tensors; choose another optimizer",
+            )
 
 
 def expect_config(value: object) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from unishard.config import Config
-from unishard.config.describe import count_of
+from unishard.config.shard_groups import require_divides
 from unishard.config.topology import Topology
-from unishard.errors import ConfigError, Problem
 
 
 class DataShare(NamedTuple):
@@ -28,10 +27,6 @@ def data_share_of(cfg: Config, topology: Topology) -> DataShare:
     Raises:
         ConfigError: `parallel.sequence.size` does not divide the ranks.
     """
-    size, world = cfg.parallel.sequence.size, topology.world_size
-    if world % size:
-        fitting = [str(number) for number in range(2, world + 1) if world % number == 0]
-        instead = f"write {' or '.join(fitting)}, or start another number of ranks" if fitting else "start more ranks"
-        message = f"is {size}, which does not divide {count_of(world, 'rank')}; {instead}"
-        raise ConfigError([Problem("parallel.sequence.size", message)])
-    return DataShare(topology.rank // size, world // size)
+    size = cfg.parallel.sequence.size
+    require_divides("parallel.sequence.size", size, topology)
+    return DataShare(topology.rank // size, topology.world_size // size)

@@ -69,8 +69,30 @@ class SequenceParallel(Section):
             yield "keys", "is empty; name at least one key or write auto"
 
 
+class ExpertParallel(Section):
+    """Mixture-of-experts models: a group of neighboring ranks has the experts together, and each rank some of them.
+
+    `expert: 4` stands for `expert: {size: 4}`. Each rank keeps its own samples; in a layer of experts, tokens go to the
+    ranks that have their experts, and come back. What a rank has of the experts is sharded over the ranks with the same
+    experts, everything else over all ranks, as `sharding` says.
+    """
+
+    shorthand: ClassVar[tuple[str, ...]] = ("size",)
+
+    size: Annotated[int, OffAt(1)] = Field(default=1, ge=1)
+    """Ranks that have the experts together; it must divide the number of ranks and of experts. 1: each rank computes
+    all experts."""
+
+    @property
+    def on(self) -> bool:
+        """Whether ranks have different experts."""
+        return self.size > 1
+
+
 class Parallel(Section):
     """What several ranks do together, besides sharding the training state."""
 
     sequence: SequenceParallel = Field(default_factory=SequenceParallel.model_construct)
     """Long sequences, of which each rank has a part."""
+    expert: ExpertParallel = Field(default_factory=ExpertParallel.model_construct)
+    """Experts of a mixture, of which each rank has some."""

@@ -51,6 +51,8 @@ def ranks_of(cfg: Config, world_size: int | None = None, per_node: int | None = 
         return RunRanks(Topology(cfg.sharding.group_size, cfg.sharding.group_size), "sharding.group_size")
     if (size := cfg.parallel.sequence.size) > 1:
         return RunRanks(Topology(size, size), "parallel.sequence.size")
+    if (size := cfg.parallel.expert.size) > 1:
+        return RunRanks(Topology(size, size), "parallel.expert.size")
     if nodes > 1:
         return RunRanks(Topology(nodes, 1), "launch.nodes")
     return RunRanks(Topology(), "")

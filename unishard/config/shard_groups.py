@@ -18,13 +18,15 @@ def shard_group_size(cfg: Config, topology: Topology) -> int:
 
 
 def check_groups(cfg: Config, topology: Topology) -> None:
-    """Check that the groups of a hybrid strategy and of `sharding.reshard_after_forward` fit the topology.
+    """Check that groups of ranks fit the topology.
 
     Raises:
         ConfigError: `sharding.group_size`, or its default from the node, does not divide the ranks, or is 1; or
-            `sharding.reshard_after_forward` is a number that does not divide the ranks that share one copy.
+            `sharding.reshard_after_forward` is a number that does not divide the ranks that share one copy; or
+            `parallel.expert.size` does not divide the ranks.
     """
     _check_reshard_group(cfg, topology)
+    require_divides("parallel.expert.size", cfg.parallel.expert.size, topology)
     if not cfg.sharding.hybrid:
         return
     world, size = topology.world_size, shard_group_size(cfg, topology)
@@ -44,6 +46,20 @@ def check_groups(cfg: Config, topology: Topology) -> None:
                 )
             ]
         )
+
+
+def require_divides(field: str, size: int, topology: Topology) -> None:
+    """Check that the size of a group divides the ranks.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    world = topology.world_size
+    if world % size:
+        fitting = [str(number) for number in range(2, world + 1) if world % number == 0]
+        instead = f"write {' or '.join(fitting)}, or start another number of ranks" if fitting else "start more ranks"
+        message = f"is {size}, which does not divide {count_of(world, 'rank')}; {instead}"
+        raise ConfigError([Problem(field, message)])
 
 
 def _check_reshard_group(cfg: Config, topology: Topology) -> None:

@@ -38,7 +38,7 @@ OptimizerBuilder = Callable[[Iterable[tuple[str, Any]]], Any]
 class Backend(Protocol):
     """An engine's translator and builder. Stateless; importing it needs neither torch nor the engine.
 
-    A subclass may leave out `private_api`, `constants`, `require` and `checkpoint_formats`.
+    A subclass may leave out `private_api`, `averages_over_holders`, `constants`, `require` and `checkpoint_formats`.
     """
 
     @property
@@ -66,6 +66,13 @@ class Backend(Protocol):
     def private_api(self) -> Mapping[str, PrivateApi]:
         """The private names of the engine that rare cases need, by the short name of the case. Imports no engine."""
         return {}
+
+    @property
+    def averages_over_holders(self) -> bool:
+        """Whether the engine averages the gradient of a slice (`unishard.distributed.slices`) over its holders; if
+        not, it divides the sum over its holders by the number of all ranks.
+        """
+        return True
 
     @property
     def rules(self) -> Mapping[str, Rule]:

@@ -109,7 +109,8 @@ FALLBACKS: Mapping[str, Rule] = {
             f"parallel.sequence.{name}": "each rank reads whole samples; set parallel.sequence to 1"
             for name in ("size", "method", "keys", "pad_to")
         }
-        | {"parallel.sequence.recurrences": "recurrences of hybrid models are not split; set parallel.sequence to 1"},
+        | {"parallel.sequence.recurrences": "recurrences of hybrid models are not split; set parallel.sequence to 1"}
+        | {"parallel.expert.size": "each rank computes all experts; set parallel.expert to 1"},
     ),
     "training.buffers": BUFFERS,
     "training.nonfinite": row(

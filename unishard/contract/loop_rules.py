@@ -59,6 +59,10 @@ LOOP: Mapping[str, Rule] = {
     ),
     "parallel.sequence.keys": done_by_unishard("which tensors `engine.batches` splits"),
     "parallel.sequence.pad_to": done_by_unishard("`engine.batches` pads"),
+    "parallel.expert.size": done_by_unishard(
+        "groups of neighboring ranks have the experts together; the engine shards those of a rank over the ranks with "
+        "the same"
+    ),
     "training.micro_batch_size": done_by_unishard("batch size of `unishard.dataloader`"),
     "training.gradient_accumulation_steps": done_by_unishard(
         "`backward` divides the loss by it, `step` updates at the end of a window"

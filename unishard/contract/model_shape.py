@@ -71,6 +71,17 @@ class ParameterShape(TensorShape):
     """Whether it is a matrix for optimizers that know matrices: a weight of a unit, of two or three dimensions."""
     replicated: bool = False
     """Whether every rank holds it whole where others are sharded."""
+    slices: int = 1
+    """Of how many equal parts of a full tensor it is one: `parallel.expert`."""
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the full tensor."""
+        return self.numel * self.slices
+
+    def ranks(self, all_ranks: int) -> int:
+        """Over how many of the ranks that share one copy it is sharded."""
+        return 1 if self.replicated else max(1, all_ranks // self.slices)
 
     def kept(self, precision: Precision) -> bool:
         """Whether it stays in fp32 under `precision.keep_fp32`."""

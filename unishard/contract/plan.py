@@ -50,6 +50,11 @@ class EngineBuilder(Protocol):
         """The packages that it imports, and the extra of unishard that installs each."""
         ...
 
+    @property
+    def averages_over_holders(self) -> bool:
+        """As in `Backend`."""
+        ...
+
     def build(self, model: nn.Module, plan: RunPlan) -> ShardedModel:
         """Build the engine of a plan around a model. Collective."""
         ...

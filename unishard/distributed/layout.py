@@ -10,7 +10,7 @@ from typing import NamedTuple
 class Layout(NamedTuple):
     """How a tensor is divided: what it lies in is cut into equal parts, one for each rank of a group.
 
-    An interval of a flattened tensor is a `range`. A group is ranks in a row.
+    An interval of a flattened tensor is a `range`. A group is ranks in a row, or of slices, those that have the same.
     """
 
     numel: int
@@ -23,10 +23,13 @@ class Layout(NamedTuple):
     """Where the tensor begins in what is cut."""
     padding: int = 0
     """Elements behind it there that belong to no tensor."""
+    slices: int = 1
+    """Of how many equal parts of a full tensor it is one: neighboring ranks have different ones."""
 
     def of(self, rank: int) -> range:
-        """The elements that a rank of the run holds."""
-        return self._held(rank, self.numel)
+        """The elements that a rank of the run holds, of the full tensor."""
+        held, before = self._held(rank, self.numel), rank % self.slices * self.numel
+        return range(before + held.start, before + held.stop)
 
     def padded(self, rank: int) -> int:
         """How many elements it has memory for."""
@@ -38,7 +41,7 @@ class Layout(NamedTuple):
         return self.numel + self.padding
 
     def _held(self, rank: int, end: int) -> range:
-        begin = rank % self.ranks * self.part - self.start
+        begin = rank // self.slices % self.ranks * self.part - self.start
         return range(min(max(begin, 0), end), min(max(begin + self.part, 0), end))
 
 

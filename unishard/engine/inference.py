@@ -16,6 +16,7 @@ from unishard.contract.kit.materialization import materialize
 from unishard.contract.results import Placement
 from unishard.distributed.broadcast import broadcast
 from unishard.distributed.shards import Shard
+from unishard.distributed.slices import of_full
 
 
 @final
@@ -38,12 +39,10 @@ class ReplicaAdapter(ShardedModel):
         """
         super().__init__(model, device)
         for parameter in model.parameters():  # one at a time, so that only one parameter exists in two dtypes
-            materialize([parameter], device)
-            broadcast([parameter])
+            broadcast(materialize([parameter], device))
             cast_to_compute([parameter], precision)
         buffers = list(model.buffers())
-        materialize(buffers, device)
-        broadcast(buffers)
+        broadcast(materialize(buffers, device))
         self._hooks = cast_inputs([model, *casting], precision)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +51,7 @@ class ReplicaAdapter(ShardedModel):
 
     def master_shard(self, parameter: nn.Parameter) -> Shard:
         """The parameter itself."""
-        return Shard(parameter.shape, parameter.detach())
+        return of_full(parameter, Shard(parameter.shape, parameter.detach()))
 
     def placement(self) -> Placement:
         """What this rank holds."""

@@ -43,6 +43,7 @@ from unishard.errors import ModelError
 from unishard.failures import collective_check, lifetime, monitor_client
 from unishard.failures.endings import explain_lost_connections
 from unishard.observe.expected_memory import ExpectedMemory
+from unishard.parallel.sliced_model import SlicedModel
 
 _WRAPPERS = {"DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "_FabricModule"}
 """Of other engines, by the names of their classes."""
@@ -109,11 +110,16 @@ def prepare(
         _free_closed_engines()
         allow_forwards(model)
         adopt(model)
-        plan = resolve(model, cfg, topology, optimizer, scheduler, train=train)
         with ExitStack() as on_error:
-            around = AroundForward(model, plan)
+            sliced = SlicedModel(model, cfg.parallel)
+            on_error.callback(sliced.close)
+            plan = resolve(model, cfg, topology, optimizer, scheduler, train=train)
+            around = AroundForward(model, plan, sliced)
             on_error.callback(around.close)
+            sliced.let_go()
             adapter = _shard(model, plan)
+            sliced.count_gradients(over_holders=plan.backend.averages_over_holders)
+            adapter.forward_is_collective |= sliced.exchanges
             on_error.callback(adapter.close)
             layout = plan.layout(() if plan.optimizer is None else plan.optimizer.groups)
             _verify(adapter, plan, layout)

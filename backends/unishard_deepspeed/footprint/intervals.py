@@ -34,12 +34,17 @@ def layout_of(
         zero: The block `zero_optimization`.
     """
     if fields.stage(cfg) not in (1, 2):
-        return {each.name: flat(each.numel, ranks) for each in shape.parameters}
+        return {
+            each.name: flat(each.numel, max(1, ranks // each.slices))._replace(slices=each.slices)
+            for each in shape.parameters
+        }
     named = {each.name: each for each in shape.parameters}
-    layout = {name: whole(each.numel) for name, each in named.items()}
+    layout = {name: whole(each.numel)._replace(slices=each.slices) for name, each in named.items()}
     for names in filter(None, groups):
         size = ITEMSIZE["fp32" if named[names[0]].kept(cfg.precision) else cfg.precision.compute]
         align = _ALIGNED // size if zero.get("parameter_alignment") else 1
         numels = {name: named[name].numel for name in names}
-        layout |= flat_group(numels, ranks, multiple=2 * ranks, align=align)
+        slices = named[names[0]].slices  # a group has slices of the same holders, or none
+        parts = flat_group(numels, ranks // slices, multiple=2 * ranks // slices, align=align)
+        layout |= {name: part._replace(slices=slices) for name, part in parts.items()}
     return layout

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from itertools import product
 
 from unishard.config import Config
 from unishard.config.nested import Native
@@ -41,8 +42,8 @@ class StageFootprint(ABC):
 
     @cached_property
     def groups(self) -> list[list[ParameterShape]]:
-        """The trainable parameters by group of the optimizer, each flattened by itself; those kept in fp32 have groups
-        of their own.
+        """The trainable parameters by group of the optimizer, each flattened by itself; slices, and those kept in fp32,
+        have groups of their own.
         """
         named = {parameter.name: parameter for parameter in self.trainable}
         groups = [
@@ -50,8 +51,8 @@ class StageFootprint(ABC):
             for group in groups_of(self.cfg.optimizer, list(named), matrices=self.matrices)
         ]
         parts = [
-            [each for each in group if each.kept(self.cfg.precision) is kept]
-            for kept in (False, True)
+            [each for each in group if (each.kept(self.cfg.precision), each.slices > 1) == kind]
+            for kind in product((False, True), repeat=2)
             for group in groups
         ]
         return [part for part in parts if part]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from unishard.distributed.shards import Shard
+from unishard.distributed.slices import of_full, own_part
 from unishard_deepspeed.private.table import OF_STAGE_3
 
 
@@ -23,7 +24,7 @@ def shard_in(parameter: Any, padded: Tensor) -> Shard:
     # runtime/zero/partition_parameters.py
     start = min(padded.numel() * parameter.ds_zero_partition_rank, parameter.ds_numel)
     values = padded.detach().view(-1)[: parameter.ds_numel - start]
-    return Shard(parameter.ds_shape, values, start, parameter.ds_process_group)
+    return of_full(parameter, Shard(parameter.ds_shape, values, start, parameter.ds_process_group))
 
 
 def own_shard(parameter: Any) -> Shard:
@@ -36,7 +37,7 @@ def write(parameter: Any, value: Tensor) -> None:
     part = own_shard(parameter)
     part.values.copy_(value.reshape(-1)[part.start : part.start + part.values.numel()])
     if parameter.data.shape == parameter.ds_shape:
-        parameter.data.copy_(value)
+        parameter.data.copy_(own_part(parameter, value))
 
 
 def gather(parameters: list[nn.Parameter]) -> None:

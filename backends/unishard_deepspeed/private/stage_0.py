@@ -26,7 +26,7 @@ class Stage0(ZeroOptimizer):
     fills_gradients = True  # DeepSpeed 0.19.8, runtime/engine.py, _get_gradients_for_reduction
 
     @classmethod
-    def building(cls, inner: InnerOptimizer) -> AbstractContextManager[None]:
+    def building(cls, model: nn.Module, inner: InnerOptimizer) -> AbstractContextManager[None]:
         """Nothing is replaced."""
         return nullcontext()
 

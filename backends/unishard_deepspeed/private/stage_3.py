@@ -17,7 +17,7 @@ from unishard.contract.private_api import PrivateApi
 from unishard.distributed.shards import Shard
 from unishard_deepspeed.masters.flat_master_weights import FlatMasterWeights, Shards
 from unishard_deepspeed.masters.inner_optimizer import InnerOptimizer
-from unishard_deepspeed.private import partitioned
+from unishard_deepspeed.private import partitioned, slices
 from unishard_deepspeed.private.building import keep_adagrad
 from unishard_deepspeed.private.clipping import EngineClipping
 from unishard_deepspeed.private.reduction import call_before, create_hooks
@@ -41,8 +41,9 @@ class Stage3(ZeroOptimizer):
 
     @classmethod
     @contextmanager
-    def building(cls, inner: InnerOptimizer) -> Iterator[None]:
-        """With a buffer for parameters that stay in fp32."""
+    def building(cls, model: nn.Module, inner: InnerOptimizer) -> Iterator[None]:
+        """With a buffer for parameters that stay in fp32, and the groups of slices."""
+        slices.name_in_stage_3(model)
         with keep_adagrad(inner.optimizer), _buffers_by_dtype() if any(map(is_kept, inner.trained)) else nullcontext():
             yield
 

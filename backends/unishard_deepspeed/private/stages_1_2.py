@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from unishard.contract.kit.kept_fp32 import is_kept
 from unishard.contract.private_api import PrivateApi
 from unishard.distributed.shards import Shard
+from unishard.distributed.slices import holders_of, of_full
 from unishard_deepspeed.masters.flat_master_weights import Shards
 from unishard_deepspeed.masters.inner_optimizer import InnerOptimizer
+from unishard_deepspeed.private.building import keep_adagrad
 from unishard_deepspeed.private.clipping import EngineClipping
 from unishard_deepspeed.private.reduction import call_before, create_hooks
+from unishard_deepspeed.private.slices import named_in_stages_1_2
 from unishard_deepspeed.private.table import OF_STAGES_1_2
 from unishard_deepspeed.private.zero_optimizer import Clipping, ZeroOptimizer, never_invalid
 from unishard_deepspeed.spec import ZeroSpec
@@ -37,6 +40,13 @@ class Stages12(ZeroOptimizer):
         if any(map(is_kept, inner.trained)):
             # Its buffers have the dtype of the first parameter, and would round gradients in fp32 (setup_buckets).
             self.optimizer._gradient_reduction_buffer_dtype = lambda: torch.float32
+
+    @classmethod
+    @contextmanager
+    def building(cls, model: nn.Module, inner: InnerOptimizer) -> Iterator[None]:
+        """With the groups of slices."""
+        with keep_adagrad(inner.optimizer), named_in_stages_1_2(model, inner.optimizer):
+            yield
 
     def average_between(self, group: Any) -> None:
         """After what `engine.step()` calls first (runtime/engine.py)."""
@@ -101,7 +111,7 @@ class Stages12(ZeroOptimizer):
                     if not getattr(values, "_zero_padding", False)
                 ]
             for parameter, values in zip(group, intervals, strict=False):
-                parts[parameter] = Shard(parameter.shape, values.detach().view(-1), _start_of(parameter), ranks)
+                parts[parameter] = _shard(parameter, values.detach().view(-1), _start_of(parameter), ranks)
         return parts
 
     def _offloaded_gradient(self, parameter: nn.Parameter) -> Tensor:
@@ -179,11 +189,11 @@ class Stages12(ZeroOptimizer):
         """An interval of a flat master weight."""
         self.cases.master_weights.require()
         if not hasattr(parameter, "_hp_mapping"):
-            return Shard(parameter.shape, parameter.detach())
+            return of_full(parameter, Shard(parameter.shape, parameter.detach()))
         ranks = self.optimizer.dp_process_group
         if parameter._hp_mapping is None:
             return _empty_shard(parameter, ranks, self.masters[0].dtype)
-        return Shard(parameter.shape, parameter._hp_mapping.hp_fragment.detach(), _start_of(parameter), ranks)
+        return _shard(parameter, parameter._hp_mapping.hp_fragment.detach(), _start_of(parameter), ranks)
 
     def copy_masters(self) -> None:
         """By DeepSpeed."""
@@ -241,4 +251,8 @@ def _start_of(parameter: Any) -> int:
 
 
 def _empty_shard(parameter: nn.Parameter, ranks: Any, dtype: torch.dtype = torch.float32) -> Shard:
-    return Shard(parameter.shape, torch.empty(0, dtype=dtype, device=parameter.device), 0, ranks)
+    return _shard(parameter, torch.empty(0, dtype=dtype, device=parameter.device), 0, ranks)
+
+
+def _shard(parameter: nn.Parameter, values: Tensor, start: int, ranks: Any) -> Shard:
+    return of_full(parameter, Shard(parameter.shape, values, start, holders_of(parameter) or ranks))

@@ -71,7 +71,14 @@ class Cases(NamedTuple):
     discard: PrivateApi = _NOTHING
     checkpoints: PrivateApi = _NOTHING
     unsharded: PrivateApi = _NOTHING
+    slices: PrivateApi = _NOTHING
 
+
+_GROUPS_OF_SLICES = _of(
+    groups="_EXPERT_PARALLEL_GROUP _EXPERT_DATA_PARALLEL_GROUP _EXPERT_PARALLEL_GROUP_RANKS "
+    "_EXPERT_DATA_PARALLEL_GROUP_RANKS"
+)
+_UNSLICED = "set parallel.expert to 1, choose backend: fsdp, or install a tested DeepSpeed"
 
 _SHARED = {
     "conditional_modules": (
@@ -153,6 +160,18 @@ OF_STAGES_1_2 = Cases(
         _of(stages_1_2="_gradient_reduction_buffer_dtype"),
         _STAGES_1_2_FILE,
         "set precision.keep_fp32 to [], or sharding.strategy to full_shard",
+    ),
+    slices=_row(
+        "slices-stages-1-2",
+        "parallel.expert with shard_grad_op",
+        (
+            *_GROUPS_OF_SLICES,
+            *_of(stages_1_2="is_moe_group real_dp_process_group", engine="group_name"),
+            "deepspeed.moe.experts:Experts.allreduce",
+            "deepspeed.moe.layer:MoE",
+        ),
+        _STAGES_1_2_FILE,
+        _UNSLICED,
     ),
     **_shared(
         "stages-1-2",
@@ -246,6 +265,19 @@ OF_STAGE_3 = Cases(
         _of(init="is_external_param"),
         _COORDINATOR_FILE,
         _NOT_STAGE_3,
+    ),
+    slices=_row(
+        "slices-stage-3",
+        "parallel.expert with full_shard",
+        (
+            *_GROUPS_OF_SLICES,
+            *_of(
+                stage_3="_autoep_expert_parallel_group _gradient_averaging_world_size",
+                engine="ds_zero_placement_family ds_zero_partition_group_name",
+            ),
+        ),
+        _STAGE_3_FILE,
+        _UNSLICED,
     ),
     **_shared(
         "stage-3",

@@ -64,7 +64,7 @@ class ZeroOptimizer(ZeroParameters):
         self.inner, self.trained = inner, inner.trained
 
     @classmethod
-    def building(cls, inner: InnerOptimizer) -> AbstractContextManager[None]:
+    def building(cls, model: nn.Module, inner: InnerOptimizer) -> AbstractContextManager[None]:
         """A block in which `deepspeed.initialize` makes it."""
         return keep_adagrad(inner.optimizer)
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from unishard.distributed.shards import Shard
+from unishard.distributed.slices import own_part
 from unishard_deepspeed.private.table import Cases
 from unishard_deepspeed.spec import ZeroSpec
 
@@ -50,7 +51,7 @@ class ZeroParameters(ABC):
 
     def refresh(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Update the copy that the model computes with to an edited master weight; every rank has the full value."""
-        parameter.data.copy_(value)
+        parameter.data.copy_(own_part(parameter, value))
 
     @abstractmethod
     def copy_masters(self) -> None:

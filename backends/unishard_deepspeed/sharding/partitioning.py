@@ -20,6 +20,7 @@ from unishard.contract.kit.materialization import Reader, materialize, take_read
 from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import DTYPES
 from unishard.distributed.layout import flat
+from unishard.distributed.slices import holders_of
 from unishard_deepspeed import start
 from unishard_deepspeed.private.building import gather_empty, swapper_of
 from unishard_deepspeed.private.second_copy import group_of_init
@@ -54,8 +55,7 @@ def partition(
     """
     with start.quiet():
         deepspeed.init_distributed(dist_init_required=False)  # uses the existing process group, as `initialize` does
-    group = None if replicas is None else replicas.get_data_parallel_group()
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    every = None if replicas is None else replicas.get_data_parallel_group()
     low = spec.precision.compute != "fp32"
     reads_own = _keeps_one_part(spec)
     shared: dict[str, Any] = {}
@@ -65,14 +65,16 @@ def partition(
         return train and parameter.requires_grad and spec.precision.compute != spec.precision.master
 
     for parameters in _batches(list(model.parameters())):
+        group = holders_of(parameters[0]) or every
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         held: dict[Any, range] = {}
         unread: list[tuple[Any, Reader, torch.dtype, range]] = []
         for parameter in parameters:
             held[parameter] = own = flat(parameter.numel(), ranks).of(rank)
             reader = take_reader(parameter) if reads_own else None
-            materialize([parameter], device)
+            pending = materialize([parameter], device)
             if reader is None:
-                broadcast([parameter])
+                broadcast(pending)
             make_dense([parameter])  # DeepSpeed sends its bytes; a placeholder is expanded
             if not train:
                 cast_to_compute([parameter], spec.precision)
@@ -106,8 +108,7 @@ def partition(
             parameter.ds_tensor[len(own) :].zero_()  # the padding, which DeepSpeed leaves uninitialized
     gather_empty(parameter for parameter in model.parameters() if is_empty(parameter))
     buffers = list(model.buffers())
-    materialize(buffers, device)
-    broadcast(buffers)
+    broadcast(materialize(buffers, device))
     return originals
 
 
@@ -122,12 +123,12 @@ def _keeps_one_part(spec: ZeroSpec) -> bool:
 
 
 def _batches(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Group parameters up to the size of the largest: each `deepspeed.zero.Init` parses the JSON, so one call handles
-    several.
+    """Group parameters of the same ranks up to the size of the largest: each `deepspeed.zero.Init` parses the JSON, so
+    one call handles several.
     """
     largest, batch, elements = max((parameter.numel() for parameter in parameters), default=0), list[nn.Parameter](), 0
     for parameter in parameters:
-        if batch and elements + parameter.numel() > largest:
+        if batch and (elements + parameter.numel() > largest or holders_of(parameter) != holders_of(batch[0])):
             yield batch
             batch, elements = [], 0
         batch.append(parameter)

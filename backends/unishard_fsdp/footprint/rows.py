@@ -15,4 +15,4 @@ def layout_of(shape: ModelShape, ranks: int) -> Mapping[str, Layout]:
         shape: The model.
         ranks: Ranks that share one copy; 1 where nothing is sharded.
     """
-    return {each.name: rows(each.shape, 1 if each.replicated else ranks) for each in shape.parameters}
+    return {each.name: rows(each.shape, each.ranks(ranks))._replace(slices=each.slices) for each in shape.parameters}

@@ -69,6 +69,17 @@ PRIVATE_API = by_name(
         instead="nothing to do: units are not gathered ahead",
     ),
     PrivateApi(
+        name="slices",
+        case="parallel.expert",
+        names=(
+            "torch.distributed.fsdp._fully_shard._fsdp_common:ShardPlacementResult",
+            "torch.distributed.fsdp._fully_shard._fsdp_common:FSDPMeshInfo",
+        ),
+        versions="torch 2.12 to 2.15",
+        link=f"{_SOURCE}/_fsdp_common.py",
+        instead="install torch 2.12 or newer, choose backend: deepspeed, or set parallel.expert to 1",
+    ),
+    PrivateApi(
         name="released-modules",
         case="engine.framework.release()",
         names=("torch.distributed._composable_state:_module_state_mapping",),

@@ -23,8 +23,10 @@ from unishard.distributed.broadcast import broadcast, make_dense
 from unishard.distributed.dtypes import dtype_named
 from unishard.distributed.layout import rows
 from unishard.distributed.process_group import mesh_of_ranks
+from unishard.distributed.slices import holders_of
 from unishard_fsdp.options import FullyShard, Mesh, MixedPrecision, Replicate
 from unishard_fsdp.private import PRIVATE_API
+from unishard_fsdp.private.slices import placement_of_slices
 from unishard_fsdp.sharding import collective_settings
 from unishard_fsdp.units.dimensionless import add_dimension
 from unishard_fsdp.units.unit_forwards import UnitForwards
@@ -175,6 +177,7 @@ def apply_fully_shard(
     kept = [model, *(unit.module for unit in units[-1:] if keeps)]
     embeddings = [unit.module for unit in units if unit.is_embedding and not options.unshard_embeddings_in_backward]
     ignored = {parameter for parameter in model.parameters() if is_replicated(parameter)}
+    placed = placement_of_slices(model, device)
 
     def apply(module: nn.Module) -> None:
         frees = False if any(module is each for each in kept) else options.reshard_after_forward
@@ -186,6 +189,7 @@ def apply_fully_shard(
                 mp_policy=_policy(options.mp_policy, module, root=module is model),
                 offload_policy=offload,
                 ignored_params=ignored,
+                **placed,
             )
         if any(module is each for each in embeddings):
             cast(FSDPModule, module).set_unshard_in_backward(False)
@@ -193,7 +197,10 @@ def apply_fully_shard(
     shards = mesh["shard"]
 
     def own_rows(parameter: Tensor) -> range:
-        return rows(parameter.shape, 1 if is_replicated(parameter) else shards.size()).of(shards.get_local_rank())
+        if is_replicated(parameter):
+            return rows(parameter.shape, 1).of(0)
+        group = holders_of(parameter) or shards.get_group()
+        return rows(parameter.shape, dist.get_world_size(group)).of(dist.get_rank(group))
 
     load(model, units, device, apply, frozen=frozen, kept=own_rows)
     _keep_fp32(model)

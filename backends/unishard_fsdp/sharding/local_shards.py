@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from unishard.distributed.layout import rows
 from unishard.distributed.shards import Shard
+from unishard.distributed.slices import of_full
 from unishard_fsdp.units.dimensionless import shape_of
 
 
@@ -18,8 +19,13 @@ def local(tensor: Tensor) -> Tensor:
 def shard_of(parameter: nn.Parameter, values: Tensor | None = None) -> Shard:
     """This rank's shard of a parameter, or of `values`, a tensor that is sharded like it. Call it under `no_grad`.
 
-    `fully_shard` splits dim 0 like `torch.chunk`; on a mesh of two axes each group holds a full tensor.
+    `fully_shard` splits dim 0 like `torch.chunk`; on a mesh of two axes each group holds a full tensor. A shard of a
+    slice is one of the full tensor.
     """
+    return of_full(parameter, _shard_of(parameter, values))
+
+
+def _shard_of(parameter: nn.Parameter, values: Tensor | None) -> Shard:
     tensor, shape = parameter if values is None else values, shape_of(parameter)
     if isinstance(tensor, DTensor):
         for axis, placement in enumerate(tensor.placements):

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from unishard.contract.kit.shared_memory import shared_memory
+from unishard.distributed.broadcast import broadcast
+from unishard.distributed.slices import Slice, slice_of
 from unishard.errors import ModelError
 
 Reader = Callable[[int, int], Tensor]
@@ -28,6 +30,7 @@ _LARGE_BYTES = 2**20
 
 _READER = "_unishard_reader"
 """An attribute of the parameter, not a table by name: wrappers such as PEFT keep parameters but rename them."""
+_FULL = "_unishard_full"
 _COPY = "__deepcopy__"
 """Of the parameter itself: that of its class copies no attributes."""
 
@@ -55,6 +58,17 @@ def take_reader(parameter: Tensor) -> Reader | None:
     vars(parameter).pop(_COPY, None)
     reader: Reader | None = vars(parameter).pop(_READER, None)
     return reader
+
+
+def set_full(parameter: nn.Parameter, full: Tensor) -> None:
+    """Keep the full tensor of which a parameter is a slice, for `materialize`."""
+    setattr(parameter, _FULL, full)
+
+
+def take_full(parameter: Tensor) -> Tensor | None:
+    """The tensor that was kept; None if there is none."""
+    full: Tensor | None = vars(parameter).pop(_FULL, None)
+    return full
 
 
 def check(model: nn.Module, *, train: bool) -> None:
@@ -105,7 +119,7 @@ def _without_data(model: nn.Module) -> Iterator[str]:
 def materialize(
     tensors: Iterable[Tensor], device: torch.device, kept: Callable[[Tensor], range] | None = None
 ) -> list[Tensor]:
-    """Move tensors to a device in place, and allocate those on the meta device.
+    """Move tensors to a device in place, and allocate those on the meta device. Collective if some are slices.
 
     Args:
         tensors: Parameters and buffers.
@@ -118,17 +132,33 @@ def materialize(
     """
     pending = []
     for tensor in tensors:
-        read = take_reader(tensor)
-        if read is None or kept is None:
+        read, part = take_reader(tensor), slice_of(tensor)
+        if part is not None and read is None:
+            _receive(tensor, part, device)
+            continue
+        if read is None or (kept is None and part is None):
             pending.append(tensor)
         if read is None and not tensor.is_meta:
             tensor.data = tensor.data.to(device)
             continue
         replace_data(tensor, _empty(tensor, device))
-        own = range(tensor.numel() if dist.get_rank() == 0 else 0) if kept is None else kept(tensor)
+        reads_all = part is not None or dist.get_rank() == 0
+        own = range(tensor.numel() if reads_all else 0) if kept is None else kept(tensor)
         if read is not None and own:
             tensor.data.view(-1)[own.start : own.stop].copy_(read(own.start, own.stop))
     return pending
+
+
+def _receive(tensor: Tensor, part: Slice, device: torch.device) -> None:
+    """Give a slice its part of rank 0's full tensor. Collective."""
+    full = take_full(tensor)
+    own = _empty(tensor, device)
+    for number in range(part.of):
+        values = own if number == part.number else torch.empty_like(own)
+        if full is not None and dist.get_rank() == 0:
+            values.copy_(part._replace(number=number).cut(full))
+        broadcast([values])
+    replace_data(tensor, own)
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:

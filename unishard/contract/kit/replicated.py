@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from torch import Tensor, nn
 
 from unishard.config import Sharding
+from unishard.distributed.slices import slice_of
 from unishard.errors import ConfigError, Problem
 
 _MARK = "_unishard_replicates"
@@ -39,6 +40,10 @@ def find_replicated(model: nn.Module, cfg: Sharding) -> tuple[str, ...]:
             raise ConfigError([Problem(_FIELD, _without_match(pattern, every))])
     matched = matching(model, cfg.replicate)
     names = tuple(name for name, each in model.named_parameters() if id(each) in matched)
+    for name, each in model.named_parameters():
+        if id(each) in matched and slice_of(each) is not None:
+            message = f"matches {name}, of which parallel.expert gives each rank a part; leave experts out of it"
+            raise ConfigError([Problem(_FIELD, message)])
     sharded = [each for each in every.values() if each.numel() and id(each) not in matched]
     if not sharded and cfg.strategy != "no_shard":
         message = f"matches every parameter of {type(model).__name__}; set sharding.strategy to no_shard instead"

@@ -8,6 +8,7 @@ from unishard.config import Sharding
 from unishard.contract.kit.replicated import find_replicated
 from unishard.contract.model_shape import ModelShape, ParameterShape, TensorShape
 from unishard.distributed.dtypes import declared_by, name_of
+from unishard.distributed.slices import slice_of
 from unishard.engine.model.matrices import find_matrices
 from unishard.engine.model.units import find_units
 
@@ -47,6 +48,7 @@ def shape_of(model: nn.Module, sharding: Sharding) -> ModelShape:
                 tuple(dtype for dtype, names in declared.items() if name in names),
                 id(each) in matrices,
                 name in replicated,
+                1 if (part := slice_of(each)) is None else part.of,
             )
             for name, each in model.named_parameters()
         ),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from unishard.contract.adapter import ShardedModel
+from unishard.distributed.slices import slice_of
 from unishard.engine.loop.call_order import CallOrder
 from unishard.engine.place import Phase
 from unishard.engine.state.named_parameters import NamedParameters
@@ -25,7 +26,14 @@ def unsharded(
         raise ContractError(
             "engine.weights.unsharded() was entered inside engine.weights.unsharded(); name all parameters in one block"
         )
-    full_names = list(parameters_of.find_all("weights.unsharded", names))
+    found = parameters_of.find_all("weights.unsharded", names)
+    for name, parameter in found.items():
+        if slice_of(parameter) is not None:
+            raise ContractError(
+                f"weights.unsharded: {name} is divided by parallel.expert, and a rank computes with its part only; "
+                "read it with engine.weights.read(name)"
+            )
+    full_names = list(found)
     trains = torch.is_grad_enabled() and adapter.updates is not None and not order.blocks.frozen
     parameters: dict[str, nn.Parameter] = {}
     order.place.gather()

@@ -21,6 +21,8 @@ from unishard.engine.model.quantization.requirements import require_installed
 from unishard.engine.model.shape import shape_of
 from unishard.engine.model.units import units_of
 from unishard.errors import ModelError
+from unishard.parallel.groups import planned_groups
+from unishard.parallel.sliced_model import SlicedModel
 from unishard.tools.plan.activations import Activations
 from unishard.tools.plan.exchange import AttentionSizes
 from unishard.tools.plan.refusals import refusal
@@ -65,21 +67,21 @@ class BuiltModel:
         """
         return self._from_factory() if self._folder is None else self._from_folder(self._folder)
 
-    def _quantized(self, cfg: Config) -> ModelWithBatch:
-        """The model as the section `quantization` says.
+    def _changed(self, cfg: Config) -> ModelWithBatch:
+        """The model as it is before it is sharded: quantized, and the part that a rank has of it.
 
-        That of a folder has no adapters. It is then frozen, and gradients reach its inputs, as they reach adapters in
-        each of its layers.
+        A quantized one of a folder has no adapters. It is then frozen, and gradients reach its inputs, as they reach
+        adapters in each of its layers.
         """
         built = self.build()
-        if not cfg.quantization.on:
-            return built
-        require_installed(cfg.quantization.type)
-        quantize(built.model, cfg.quantization, device="cpu")
         model: Any = built.model
-        if self._folder is not None:
+        if cfg.quantization.on:
+            require_installed(cfg.quantization.type)
+            quantize(model, cfg.quantization, device="cpu")
+        if cfg.quantization.on and self._folder is not None:
             model.requires_grad_(False)
             model.enable_input_require_grads()
+        SlicedModel(model, cfg.parallel, planned_groups(cfg.parallel.expert.size))
         return built
 
     def shape(self, cfg: Config) -> ModelShape:
@@ -90,7 +92,7 @@ class BuiltModel:
             ModelError: A class in the section `sharding` is not in it.
         """
         with without_data():
-            model = self._quantized(cfg).model
+            model = self._changed(cfg).model
         return shape_of(model, cfg.sharding)
 
     def attention(self) -> AttentionSizes | None:
@@ -120,7 +122,7 @@ class BuiltModel:
             ModelError: A class in the section `sharding` is not in it.
         """
         with without_data():
-            model = self._quantized(cfg).model
+            model = self._changed(cfg).model
         translation = translate(cfg, backend=backend, topology=topology).check(strict=cfg.strict)
         shape, units = shape_of(model, cfg.sharding), units_of(model, cfg.sharding)
         return registry.get(backend).spec(cfg, translation, topology, shape, units)
@@ -133,7 +135,7 @@ class BuiltModel:
             ModelError: Its inputs are not known, or it reads data.
         """
         with without_data() as fake:
-            model, batch, loss = self._quantized(cfg)
+            model, batch, loss = self._changed(cfg)
         if batch is None:
             raise ModelError(
                 f"--model {self._name}: its inputs are not known; let the factory return (model, batch), where "

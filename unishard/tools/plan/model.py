@@ -31,7 +31,7 @@ from unishard.version import __version__
 # Shapes and activations of models that were planned before, in files of the user's cache directory. Imports no torch.
 # A file has two lines: the SHA-256 of the second, and JSON.
 
-_VERSION = 10
+_VERSION = 11
 """Raised when what is computed, or its file, changes."""
 _LARGEST_ENTRY = 2**28
 """Bytes of a file; the shape of a model of 100,000 parameters has 10 MB."""
@@ -112,6 +112,7 @@ class PlannedModel:
             sharding.conditional_modules,
             sharding.replicate,
             cfg.quantization.model_dump(),
+            cfg.parallel.expert.size,
         ]
         self._key += [__version__, *map(_version, ("torch", "transformers"))]
 

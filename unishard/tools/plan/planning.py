@@ -87,8 +87,8 @@ class Plan:
         return {
             "model": {
                 "name": self.model,
-                "parameters": shape.numel,
-                "trainable": sum(parameter.numel for parameter in shape.trainable),
+                "parameters": sum(parameter.full_numel for parameter in shape.parameters),
+                "trainable": sum(parameter.full_numel for parameter in shape.trainable),
                 "units": len(shape.units),
             },
             "world_size": topology.world_size,

@@ -29,10 +29,10 @@ def lines_of(plan: Plan) -> Iterator[str]:
 
 def _heading(plan: Plan) -> Iterator[str]:
     shape, topology = plan.shape, plan.topology
-    trainable = sum(parameter.numel for parameter in shape.trainable)
+    every, trainable = (sum(each.full_numel for each in some) for some in (shape.parameters, shape.trainable))
     ranks, nodes = topology.world_size, topology.world_size // topology.local_world_size
-    model = f"{plan.model}: {_count(shape.numel)} parameters" + (
-        f", {_count(trainable)} trainable" if trainable != shape.numel else ""
+    model = f"{plan.model}: {_count(every)} parameters" + (
+        f", {_count(trainable)} trainable" if trainable != every else ""
     )
     where = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
     on = f"; {plan.device.name}, {with_unit(plan.device.memory)}" if plan.device else ""

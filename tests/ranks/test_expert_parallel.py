@@ -1,0 +1,235 @@
+"""Experts over ranks: each rank has some of them, and training is that of plain torch with all."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from expert_models import Own, build
+from harness import BACKENDS, config, in_ranks, my_rank, of_all_ranks, refused
+
+import unishard
+from unishard.parallel import dispatch
+from unishard.testing import oracle
+
+UPDATES, WINDOW, SAMPLES, LENGTH = 3, 2, 2, 6
+EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
+STRATEGIES = ("full_shard", "shard_grad_op")
+
+
+def tokens(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, 32, (SAMPLES, LENGTH), generator=generator)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output.loss
+
+
+def configured(backend: str, strategy: str = "full_shard", size: int = 2, **sections: Any) -> Any:
+    training = {"micro_batch_size": SAMPLES, "gradient_accumulation_steps": WINDOW, "gradient_clipping": 0.3}
+    return config(backend, strategy, **{"training": training, "parallel": {"expert": size}} | sections)
+
+
+def trained(engine: Any, readers: int, first: int = 0, updates: int = UPDATES) -> oracle.Curve:
+    reader, losses, norms, total = engine.rank * readers // engine.world_size, [], [], 0.0
+    micro_batches = range(first * WINDOW, (first + updates) * WINDOW)
+    data = [tokens(number * readers + reader) for number in micro_batches]
+    for batch in engine.batches([{"input_ids": each, "labels": each} for each in data]):
+        loss = loss_of(engine(**batch))
+        engine.backward(loss)
+        total += engine.mean(loss) / WINDOW
+        step = engine.step()
+        if step.updated:
+            losses.append(total)
+            norms.append(step.grad_norm)
+            total = 0.0
+    return oracle.Curve(tuple(losses), tuple(norms), ())
+
+
+@cache
+def plainly(name: str, readers: int) -> tuple[oracle.Curve, dict[str, torch.Tensor]]:
+    model = build(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses, norms, every = [], [], WINDOW * readers
+    for update in range(UPDATES):
+        total = 0.0
+        for number in range(every):
+            batch = tokens(update * every + number)
+            loss = loss_of(model(input_ids=batch, labels=batch)) / every
+            loss.backward()
+            total += loss.item()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return oracle.Curve(tuple(losses), tuple(norms), ()), weights
+
+
+def compared(cfg: Any, name: str, readers: int) -> None:
+    """Train, and compare losses, norms and weights."""
+    reference, weights = plainly(name, readers)
+    with unishard.prepare(build(name), cfg) as engine:
+        curve = trained(engine, readers)
+        own = {key: engine.weights.read(key) for key in weights}
+        norms = engine.weights.norms()
+    exact = cfg.precision.compute == "fp32"
+    assert curve.losses == pytest.approx(reference.losses, rel=1e-6 if exact else 2e-2)
+    assert curve.norms == pytest.approx(reference.norms, rel=1e-6 if exact else 5e-2)
+    for key, value in weights.items() if exact else ():
+        torch.testing.assert_close(own[key], value, rtol=0, atol=1e-6, msg=key)
+        assert norms[key] == pytest.approx(value.norm().item(), rel=1e-5)
+
+
+@in_ranks(
+    cells=tuple(
+        (backend, strategy, name) for backend in BACKENDS for strategy in STRATEGIES for name in ("balanced", "own")
+    )
+)
+def test_training_is_that_of_plain_torch(backend, strategy, name):
+    """The second rank has experts that get no token, in the own model."""
+    compared(configured(backend, strategy), name, readers=2)
+
+
+@in_ranks(
+    cells=(
+        ("fsdp", "full_shard", "precision=bf16"),
+        ("deepspeed", "shard_grad_op", "precision=bf16"),
+        ("fsdp", "shard_grad_op", "activation_checkpointing=full"),
+        ("deepspeed", "full_shard", "activation_checkpointing=full"),
+        ("fsdp", "full_shard", "offload.optimizer=cpu"),
+        ("deepspeed", "shard_grad_op", "offload.optimizer=cpu"),
+        ("deepspeed", "full_shard", "compile={mode: per_block, backend: aot_eager}"),
+        ("fsdp", "full_shard", "training.loss_chunk_tokens=5"),
+        ("fsdp", "full_shard", "sharding.units=[MixtralExperts]"),
+    )
+)
+def test_beside_other_fields(backend, strategy, field):
+    compared(configured(backend, strategy).override(field), "mixtral", readers=2)
+
+
+@in_ranks(
+    world=4,
+    cells=(
+        ("fsdp", "full_shard", 2, 1),
+        ("deepspeed", "full_shard", 2, 1),
+        ("deepspeed", "shard_grad_op", 2, 1),
+        ("deepspeed", "full_shard", 4, 1),
+        ("fsdp", "full_shard", 2, 2),
+        ("deepspeed", "shard_grad_op", 4, 2),
+    ),
+)
+def test_four_ranks(backend, strategy, size, sharing):
+    """Ranks with the same experts, and samples that ranks share."""
+    cfg = configured(backend, strategy, size).override(f"parallel.sequence={sharing}")
+    compared(cfg, "mixtral", 4 // sharing)
+
+
+@in_ranks(cells=tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES))
+def test_a_checkpoint_resumes_with_any_size_on_any_engine(backend, strategy, root):
+    """Weights and optimizer state bit for bit; the further updates are those of a run without a stop."""
+    other = BACKENDS[backend == BACKENDS[0]]
+    with unishard.prepare(build("mixtral"), configured(backend, strategy)) as engine:
+        trained(engine, 2, updates=1)
+        saved = engine.save(root)
+        weights = engine.weights.state_dict(all_ranks=True)
+        going_on = trained(engine, 2, first=1, updates=2)
+    for resumed, size in ((backend, 1), (other, 2), (other, 1)):
+        cfg = configured(resumed, STRATEGIES[strategy == STRATEGIES[0]], size)
+        with unishard.prepare(build("mixtral"), cfg, reseed=False) as engine:
+            engine.load(saved, verify="bits")
+            own = engine.weights.state_dict(all_ranks=True)
+            curve = trained(engine, 2, first=1, updates=2)
+        assert all(torch.equal(own[name], value) for name, value in weights.items())
+        assert curve.losses == pytest.approx(going_on.losses, rel=1e-6)
+        assert curve.norms == pytest.approx(going_on.norms, rel=1e-6)
+
+
+@in_ranks(cells=tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES))
+def test_whole_weights_and_gradients(backend, strategy):
+    """Whoever reads or writes a weight sees all experts."""
+    model, batch = build("mixtral"), tokens(0)
+    loss_of(model(input_ids=batch, labels=batch)).backward()
+    plain = dict(model.named_parameters())
+    cfg = configured(backend, strategy).override("training.gradient_accumulation_steps=1")
+    with unishard.prepare(build("mixtral"), cfg) as engine:
+        streamed = {name: value.clone() for name, value in engine.weights.stream(names="model")}
+        saved = dict(engine.weights.stream())
+        engine.backward(loss_of(engine(input_ids=batch, labels=batch)))
+        gradient = engine.gradients.read(EXPERTS)
+        engine.discard()
+        message = refused(lambda: engine.weights.unsharded([EXPERTS]).__enter__())
+        engine.weights.write(EXPERTS, plain[EXPERTS].detach() * 2)
+        doubled = engine.weights.read(EXPERTS)
+        released = engine.framework.release()
+    assert all(torch.equal(streamed[name], plain[name]) for name in plain)
+    assert "model.layers.0.block_sparse_moe.experts.3.w1.weight" in saved  # as `save_pretrained` names them
+    torch.testing.assert_close(gradient, plain[EXPERTS].grad, rtol=0, atol=1e-7)
+    assert torch.equal(doubled, plain[EXPERTS] * 2)
+    assert "engine.weights.read(name)" in message
+    with torch.no_grad():
+        model.get_parameter(EXPERTS).mul_(2)
+    assert torch.equal(released(input_ids=batch).logits, model(input_ids=batch).logits)
+
+
+@in_ranks(cells=tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES))
+def test_ranks_generate_and_evaluate_as_far_as_they_need(backend, strategy):
+    """Ranks that have finished go on for the others."""
+    plain, prompt, more = build("mixtral").eval(), tokens(my_rank())[:1, : 3 + my_rank()], 2 + 2 * my_rank()
+    expected = plain.generate(prompt, max_new_tokens=more, do_sample=False)
+    losses = [loss_of(plain(input_ids=each, labels=each)).item() for each in map(tokens, range(1 + my_rank()))]
+    with unishard.prepare(build("mixtral"), configured(backend, strategy)) as engine:
+        engine.module.eval()
+        generated = engine.generate(prompt, max_new_tokens=more, do_sample=False)
+        with engine.lockstep():
+            own = [loss_of(engine(input_ids=each, labels=each)).item() for each in map(tokens, range(1 + my_rank()))]
+    assert torch.equal(generated, expected)
+    assert own == pytest.approx(losses, rel=1e-6)
+
+
+@in_ranks
+def test_a_factor_that_is_left_out_is_seen():
+    """That of FSDP2's means over the ranks with the same experts."""
+    with (
+        mock.patch.object(dispatch, "scale_gradient", lambda values, factor: values),
+        unishard.prepare(build("balanced"), configured("fsdp")) as engine,
+    ):
+        (norm,) = trained(engine, 2, updates=1).norms
+    expected = plainly("balanced", 2)[0].norms[0]
+    assert abs(norm - expected) > 1e-4 * expected
+
+
+@in_ranks(
+    cells=(
+        ("dense", "parallel.expert=2", "LlamaForCausalLM has none that it knows"),
+        ("mixtral", "sharding.replicate=[experts]", "leave experts out of it"),
+        ("weighs inputs", "parallel.expert=2", "experts (Experts): its forward must"),
+    )
+)
+def test_what_cannot_be_divided_is_refused_by_name(name, field, expected):
+    model = Own(weighs_inputs=True) if name == "weighs inputs" else build(name)
+    before = {key: value.shape for key, value in model.named_parameters()}
+    cfg = configured("fsdp").override(field)
+
+    def run() -> None:
+        with unishard.prepare(model, cfg) as engine:
+            trained(engine, 2)
+
+    assert expected in refused(run)
+    assert name == "weighs inputs" or before == {key: value.shape for key, value in model.named_parameters()}
+
+
+@in_ranks(cells=(("expert",), ("sequence",)))
+def test_engines_share_groups_of_ranks(key):
+    """A group has threads of its own, and is never destroyed."""
+    threads = []
+    for _ in range(3):
+        unishard.prepare(build("mixtral"), configured("fsdp", parallel={key: 2})).close()
+        threads.append(len(os.listdir("/proc/self/task")))
+    assert threads[1] == threads[2]
+    assert of_all_ranks(len(threads)) == [3, 3]

@@ -1,0 +1,131 @@
+"""The forward of experts of which each rank has some: tokens go to the ranks that have their experts, and come back.
+
+The experts of a rank thereby see the tokens of the whole group, each of whose losses is a mean over one rank's tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unishard.errors import ModelError
+from unishard.parallel.collectives import all_to_all, reach, scale_gradient, seen_as
+from unishard.parallel.finding import ExpertLayer
+from unishard.parallel.groups import Groups
+
+_FEW = 4
+"""Tokens that show what the forward of a module of experts does."""
+_RELATIVE = 1e-2
+"""Above what rounding makes of results in 16 bits."""
+
+
+class Dispatch:
+    """Stands for the forward of a module of experts."""
+
+    def __init__(self, experts: ExpertLayer, groups: Groups) -> None:
+        """Around the module, which has this rank's experts only.
+
+        Args:
+            experts: The module, before it is cut.
+            groups: Of this rank.
+        """
+        self.experts, self.groups = experts, groups
+        self._own: Callable[..., Tensor] = experts.module.forward
+        self.local = experts.number // groups.size
+        """How many of them this rank has."""
+        self._signature = inspect.signature(self._own)
+        self.factor = 1.0
+        """What the gradients of the weights are multiplied by."""
+        self._proved = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the module's own forward. Collective in the group."""
+        tokens, chosen, weights = self._signature.bind(*args, **kwargs).args
+        width, each = tokens.shape[-1], chosen.shape[-1]
+        output = _dispatched(self, tokens.reshape(-1, width), chosen.reshape(-1, each), weights.reshape(-1, each))
+        return output.view(tokens.shape).to(tokens.dtype)
+
+    def run(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The sum over the experts of each token, `[tokens, width]`, in the order of the tokens.
+
+        Args:
+            tokens: `[tokens, width]`.
+            chosen: The numbers of their experts, `[tokens, each]`; others than those of the experts stand for none.
+            weights: Of these, `[tokens, each]`.
+        """
+        peers = self.groups.peers
+        results = self._planned(tokens, chosen) if peers is None else self._exchanged(tokens, chosen, peers)
+        return (results.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+    def _planned(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        """In a plan, every rank gets as many tokens as it sends."""
+        rows = tokens.repeat_interleave(chosen.shape[-1], 0)
+        numbers = torch.arange(len(rows), device=rows.device) % self.local
+        return self._own(rows, numbers[:, None], torch.ones_like(rows[:, :1]))
+
+    def _exchanged(self, tokens: Tensor, chosen: Tensor, peers: dist.ProcessGroup) -> Tensor:
+        """What its experts make of each token, `[tokens x each, width]`."""
+        if not self._proved and len(tokens):
+            self._prove(tokens[:_FEW].detach())
+        size, flat = self.groups.size, chosen.reshape(-1)
+        total = size * self.local
+        known = torch.where((flat >= 0) & (flat < total), flat, total)
+        order = torch.argsort(known, stable=True)
+        send = torch.bincount(known, minlength=total + 1)[:total].view(size, self.local)
+        receive = torch.empty_like(send)
+        dist.all_to_all_single(receive, send, group=peers)
+        sent, received = send.sum(1).tolist(), receive.sum(1).tolist()
+        order = order[: sum(sent)]
+        inputs = all_to_all(tokens[order // chosen.shape[-1]], received, sent, peers)
+        numbers = torch.arange(self.local, device=tokens.device).repeat(size).repeat_interleave(receive.reshape(-1))
+        outputs = all_to_all(self._computed(inputs, numbers[:, None]), sent, received, peers)
+        return outputs.new_zeros((len(flat), outputs.shape[-1])).index_copy(0, order, outputs)
+
+    def _computed(self, inputs: Tensor, numbers: Tensor) -> Tensor:
+        """What this rank's experts make of tokens."""
+        module, names = self.experts.module, self.experts.parameters
+        inputs = reach(inputs, [getattr(module, name) for name in names])  # also without tokens
+        if not len(inputs):
+            return inputs
+        with seen_as(module, partial(scale_gradient, factor=self.factor), names):
+            return self._own(inputs, numbers, torch.ones_like(numbers, dtype=inputs.dtype))
+
+    @torch.no_grad()
+    def _prove(self, inputs: Tensor) -> None:
+        """Check that the weights of experts multiply their results, and nothing before, and that tokens are apart:
+        every rank by its own tokens.
+
+        Raises:
+            ModelError: They do more, or tokens are not.
+        """
+        made, half, alone = self._tried(inputs, 1.0), self._tried(inputs, 0.5), self._tried(inputs[:1], 1.0)
+        largest = float(made.abs().max())
+        if not math.isfinite(largest):
+            return  # proves nothing
+        equal = partial(torch.allclose, rtol=_RELATIVE, atol=_RELATIVE * largest)
+        if not equal(made * 0.5, half) or not equal(made[:1], alone):
+            raise ModelError(
+                f"parallel.expert cannot divide {self.experts.name} ({type(self.experts.module).__name__}): its "
+                "forward must multiply what an expert makes of each token by the weight of the expert, and do no more"
+            )
+        self._proved = True
+
+    def _tried(self, inputs: Tensor, weight: float) -> Tensor:
+        numbers = torch.arange(len(inputs), device=inputs.device)[:, None] % self.local
+        with torch.random.fork_rng([inputs.device] if inputs.device.type == "cuda" else []):
+            return self._own(inputs, numbers, torch.full_like(numbers, weight, dtype=inputs.dtype))
+
+
+def _run(dispatch: Dispatch, *tensors: Tensor) -> Tensor:
+    return dispatch.run(*tensors)
+
+
+# Not compiled: how many tokens go where is known only when they do.
+_dispatched: Callable[..., Tensor] = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]
