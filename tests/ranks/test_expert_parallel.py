@@ -88,7 +88,10 @@ def compared(cfg: Any, name: str, readers: int) -> None:
 
 @in_ranks(
     cells=tuple(
-        (backend, strategy, name) for backend in BACKENDS for strategy in STRATEGIES for name in ("balanced", "own")
+        (backend, strategy, name)
+        for backend in BACKENDS
+        for strategy in (*STRATEGIES, "shard_optimizer")
+        for name in ("balanced", "own")
     )
 )
 def test_training_is_that_of_plain_torch(backend, strategy, name):

@@ -53,3 +53,14 @@ def test_a_flat_group_is_cut_into_equal_parts(numels, ranks, align):
 def test_groups_are_ranks_in_a_row(layout, held, padded):
     assert [layout.of(rank) for rank in range(3)] == held
     assert [layout.padded(rank) for rank in range(3)] == padded
+
+
+@given(shape=SHAPES, holders=RANKS, slices=st.integers(2, 4))
+def test_slices_and_their_shards_make_the_full_tensor(shape, holders, slices):
+    """Neighboring ranks have different slices, and the ranks with the same one divide it."""
+    layout = rows(shape, holders)._replace(slices=slices)
+    ranks = range(holders * slices)
+    assert sorted(chain.from_iterable(map(layout.of, ranks))) == [*range(layout.numel * slices)]
+    assert {layout.of(rank).start // max(1, layout.numel) for rank in ranks if layout.of(rank)} <= {*range(slices)}
+    for rank in ranks:
+        assert len(layout.of(rank)) == len(rows(shape, holders).of(rank // slices))

@@ -87,3 +87,9 @@ def test_a_group_after_forward_divides_the_ranks_that_share_a_copy(sharding: dic
 def test_a_group_after_forward_has_two_ranks_at_least(size: int) -> None:
     with pytest.raises(ConfigError, match=f"is {size}; write a number of ranks from 2 on, or true or false"):
         unishard.load({"sharding": {"reshard_after_forward": size}})
+
+
+@pytest.mark.parametrize(("size", "ranks", "instead"), [(4, 6, "write 2 or 3 or 6, or"), (2, 1, "start more ranks")])
+def test_a_group_of_experts_divides_the_ranks(size, ranks, instead):
+    with pytest.raises(ConfigError, match=rf"parallel\.expert\.size: is {size}, which does not divide.*{instead}"):
+        check_groups(unishard.load({"parallel": {"expert": size}}), Topology(ranks))

@@ -155,10 +155,11 @@ class Config(Section):
 
     def _problems_of_slices(self) -> Iterator[tuple[str, str]]:
         strategy, optimizer = self.sharding.strategy, self.optimizer.name
-        if strategy not in ("full_shard", "shard_grad_op"):
+        if strategy == "no_shard" or self.sharding.hybrid:
             yield (
                 "parallel.expert",
-                f"is not supported with {strategy}; set sharding.strategy to full_shard or shard_grad_op",
+                f"is not supported with {strategy}; set sharding.strategy to full_shard, shard_grad_op or "
+                "shard_optimizer",
             )
         if optimizer in ("muon", "adamw_8bit"):
             yield (

@@ -163,7 +163,7 @@ OF_STAGES_1_2 = Cases(
     ),
     slices=_row(
         "slices-stages-1-2",
-        "parallel.expert with shard_grad_op",
+        "parallel.expert with shard_optimizer or shard_grad_op",
         (
             *_GROUPS_OF_SLICES,
             *_of(stages_1_2="is_moe_group real_dp_process_group", engine="group_name"),
