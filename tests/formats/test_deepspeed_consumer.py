@@ -90,6 +90,7 @@ def test_every_section_is_taken(sections):
 
 def test_every_key_of_deepspeed_has_a_row():
     with quiet():
+        from deepspeed.module_inject.auto_ep_config import AutoEPConfig
         from deepspeed.runtime import constants
         from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
         from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -115,6 +116,7 @@ def test_every_key_of_deepspeed_has_a_row():
         for name in (field, info.alias or field)
     }
     keys |= {f"zero_optimization.{key}" for key in _REMOVED_ZERO_CONFIG_KEYS} | {*_REMOVED_TOP_LEVEL_CONFIG_KEYS}
+    keys |= {f"expert_parallel.{name}" for name in vars(AutoEPConfig()) if not name.startswith("_")}
     top = (
         "TRAIN_BATCH_SIZE",
         "GRADIENT_CLIPPING",

@@ -144,7 +144,6 @@ KEYS: Mapping[str, Key] = {
     ),
     "seq_parallel_comm_data_type": drops("a name of older versions; only used with sequence parallelism"),
     "tensor_parallel": Key(_tensor_parallel, (), Fit.UNSUPPORTED, _RANKS),
-    "expert_parallel": refuses(_RANKS, _off),
     "hybrid_engine": refuses("replaces the engine by one for generation; remove it, and call engine.generate", _off),
     "compile": Key(_compile, (), Fit.IGNORED, _COMPILE),
     "data_efficiency": refuses("drops tokens and samples (random-LTD, curriculum); remove it", _off),

@@ -13,7 +13,7 @@ _LOADER = "only affects the DataLoader that deepspeed.initialize makes; use unis
 _CPU_ADAM = "unishard steps the torch optimizer"
 _SCALE = "sets DeepSpeed's loss scale, and unishard scales the loss itself; remove it"
 _CAST = "casts operations, not parameters; set precision.compute to bf16 or fp16"
-_NO_PARALLEL = "only used with expert parallelism"
+_WHICH_RANKS = "decides only which ranks have the experts together"
 _ONCE = "the division happens in one place"
 
 _LOOP: dict[str, Row] = {
@@ -129,8 +129,8 @@ _SECTIONS: dict[str, Row] = {
     "sequence_parallel_size": refused("would split samples a second time; write parallel.sequence instead"),
     "data_parallel_size": refused(_PARALLEL, ignored="follows from the number of ranks"),
     "tensor_parallel": refused(_PARALLEL),
-    "expert_parallel": refused(_PARALLEL),
-    "use_data_before_expert_parallelism": refused(_PARALLEL, ignored=_NO_PARALLEL),
+    "expert_parallel": refused("would divide experts a second time; write parallel.expert instead"),
+    "use_data_before_expert_parallelism": refused(_PARALLEL, ignored=_WHICH_RANKS),
     "pipeline": refused("needs a PipelineModule; remove it", values.MAPPING, ignored="only used for a PipelineModule"),
     "hybrid_engine": refused("replaces the engine by one for generation; remove it", values.HYBRID),
     # runtime/engine.py, _do_sanity_check asserts this on every device. DeepCompile itself needs CUDA (compile/util.py,

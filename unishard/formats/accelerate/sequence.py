@@ -13,7 +13,7 @@ from typing import Any
 from unishard.config.nested import Native
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Read, Unreadable, left_out
 from unishard.contract.field_rows import asked
-from unishard.contract.key_rows import integer, one_of
+from unishard.contract.key_rows import drops, integer, one_of
 from unishard.contract.rules import SCRIPT, Fit, Rule
 from unishard.formats.accelerate.entries import TOOL, kind_of
 
@@ -124,6 +124,10 @@ def _only(choice: str) -> Read:
 
 _GATHERED = "keys and values are gathered at once, not passed from rank to rank: the same math, other traffic"
 _ANY_LENGTH = "sequences may have any length; parallel.sequence.pad_to pads them"
+_NO_EXPERTS = (
+    f"{TOOL} does not know this key and ignores it; for experts over ranks write parallel.expert, with which each rank "
+    "keeps its own batch"
+)
 _OWN_KERNEL = "attention is computed by torch, whatever kernel the model names: the same math"
 
 KEYS: Mapping[str, Key] = {
@@ -136,6 +140,7 @@ KEYS: Mapping[str, Key] = {
         "sp_backend": _beside("sp", "names the only backend", _only("deepspeed")),
         "sp_seq_length": _beside("sp", _ANY_LENGTH, lambda value, document: left_out(_ANY_LENGTH)),
         "sp_seq_length_is_variable": _beside("sp", _ANY_LENGTH, lambda value, document: left_out(_ANY_LENGTH)),
+        "ep_size": drops(_NO_EXPERTS, unknown=True),
         "sp_attn_implementation": _beside("sp", _OWN_KERNEL, lambda value, document: left_out(_OWN_KERNEL)),
     }.items()
 }

@@ -46,11 +46,11 @@ from unishard.formats.hf.loop import FSDP_ON, switched_on, without
 from unishard.formats.hf.optimizing import OPTIMIZING
 from unishard.formats.hf.saving import SAVING
 from unishard.formats.hf.sharding import BOTH
-from unishard.formats.names import each
+from unishard.formats.names import each, names
 from unishard.formats.reading.document import ReadDocument
 
 _FILLED = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
-_ZERO_WORDS = ("sharding.", "precision.", "offload.", "communication.", "training.nonfinite", "native")
+_ZERO_WORDS = names("sharding. precision. offload. communication. parallel.expert. training.nonfinite native")
 """Fields that DeepSpeed's config says; the others are TrainingArguments with it as well."""
 _NOT_IN_CONFIG = (
     *("optimizer", "scheduler"),

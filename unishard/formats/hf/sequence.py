@@ -16,6 +16,7 @@ from unishard.contract.key_rows import integer
 from unishard.contract.rules import Fit
 
 NAME = "parallelism_config"
+NO_EXPERTS = "which Accelerate 1.15.0 does not know; write parallel.expert, with which each rank keeps its own batch"
 _AXES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 _OTHERS = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
 _METHODS = {"cp_size": "allgather", "sp_size": "ulysses"}
@@ -36,6 +37,8 @@ def sharing_of(value: Any, ranks: int | None) -> Mapping[str, Any]:
         raise Unreadable(
             f"must be a mapping of sizes, got {shown(value)}; write {{cp_size: 2, dp_shard_size: 2}}", value
         )
+    if "ep_size" in value:
+        raise Unreadable(f"must have no key 'ep_size', {NO_EXPERTS}")
     if unknown := [name for name in value if name not in (*_AXES, *_OTHERS)]:
         raise Unreadable(f"must have no key {shown(unknown[0])}, which Accelerate 1.15.0 does not know; remove it")
     sizes = {name: 1 if value.get(name) is None else integer(1)(value[name]) for name in _AXES}
