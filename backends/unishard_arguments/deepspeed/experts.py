@@ -33,8 +33,8 @@ def _sized(value: Any, document: DocumentValues) -> KeyEffect:
     size = integer(1)(value)
     if size == 1 or not _enabled(document):
         return dropped("is off: each rank has all experts")
-    if stage(document) < 2:
-        raise Unreadable(f"must be 1 below stage 2, got {size}; set zero_optimization.stage to 2 or 3")
+    if stage(document) < 1:
+        raise Unreadable(f"must be 1 at stage 0, got {size}; set zero_optimization.stage to 1, 2 or 3")
     ranks = document.topology.world_size if document.topology else size
     if ranks > 1 and ranks % size:
         raise Unreadable(f"must divide the {ranks} ranks, got {size}; write a size that does")
