@@ -58,6 +58,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "parts": {"training": {"backward_calls": PARTS}},
     "replicate": {"sharding": {"replicate": ["norm|head"]}},
     "eight_bit": {"optimizer": {"name": "adamw_8bit", "lr": 1e-2}},
+    "experts": FEATURES["experts"].sections,
 }
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 BACKENDS = ("fsdp", "deepspeed")
@@ -115,6 +116,9 @@ CELLS = (
             ("eight_bit", "shard_grad_op", "fp32", ""),
             ("eight_bit", "full_shard", "bf16", ""),
             ("eight_bit", "full_shard", "fp32", "optimizer"),
+            ("experts", "shard_grad_op", "fp32", ""),
+            ("experts", "full_shard", "fp32", ""),
+            ("experts", "full_shard", "bf16", ""),
         )
     ),
 )
@@ -217,8 +221,8 @@ def _model(cell: Cell) -> torch.nn.Module:
         return wide()
     if cell.sequence in ("ulysses", "allgather"):
         return llama(num_attention_heads=4, num_key_value_heads=2)
-    if cell.sequence:
-        (model,) = FEATURES[cell.sequence].models.values()
+    if feature := FEATURES.get(cell.sequence or cell.feature):
+        (model,) = feature.models.values()
         return model.build()
     return MODELS["mlp"].build()
 
@@ -227,7 +231,7 @@ def _data(cell: Cell) -> list[dict[str, Any]]:
     """This rank's micro-batches; the same on both ranks where they share samples."""
     if cell.sequence:
         return share(2 * UPDATES, rank=0, world=1, model="llama")
-    return own_share(2 * UPDATES, "llama" if cell.feature in ("nf4", "stream") else "mlp")
+    return own_share(2 * UPDATES, "llama" if cell.feature in ("nf4", "stream", "experts") else "mlp")
 
 
 @cache
