@@ -142,8 +142,10 @@ def materialize(
             tensor.data = tensor.data.to(device)
             continue
         replace_data(tensor, _empty(tensor, device))
-        reads_all = part is not None or dist.get_rank() == 0
-        own = range(tensor.numel() if reads_all else 0) if kept is None else kept(tensor)
+        if kept is not None:
+            own = kept(tensor)
+        else:
+            own = range(tensor.numel() if part is not None or dist.get_rank() == 0 else 0)
         if read is not None and own:
             tensor.data.view(-1)[own.start : own.stop].copy_(read(own.start, own.stop))
     return pending
