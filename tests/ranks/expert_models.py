@@ -23,8 +23,9 @@ SIZES = {
 class Experts(nn.Module):
     """Of a model that transformers does not know."""
 
-    def __init__(self, width: int, weighs_inputs: bool = False) -> None:
+    def __init__(self, width: int, weighs_inputs: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.num_experts, self._weighs_inputs = 4, weighs_inputs
         self.weights = nn.Parameter(torch.randn(4, width, width) / 4)
         self.biases = nn.Parameter(torch.randn(4, width) / 4)
@@ -37,6 +38,7 @@ class Experts(nn.Module):
             if self._weighs_inputs:
                 inputs, weight = inputs * weight, 1
             made = functional.silu(inputs @ self.weights[number] + self.biases[number])
+            made = functional.dropout(made, self.dropout, self.training)
             results = results.index_add(0, row, made * weight)
         return results
 

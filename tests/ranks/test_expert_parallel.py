@@ -227,6 +227,13 @@ def test_what_cannot_be_divided_is_refused_by_name(name, field, expected):
     assert name == "weighs inputs" or before == {key: value.shape for key, value in model.named_parameters()}
 
 
+@in_ranks
+def test_experts_that_drop_results_at_random_are_divided():
+    """What a module of experts does is proved without dropout."""
+    with unishard.prepare(Own(dropout=0.5), configured("fsdp")) as engine:
+        assert all(norm > 0 for norm in trained(engine, 2).norms)
+
+
 @in_ranks(cells=(("expert",), ("sequence",)))
 def test_engines_share_groups_of_ranks(key):
     """A group has threads of its own, and is never destroyed."""

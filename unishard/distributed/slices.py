@@ -6,8 +6,6 @@ holders. Where full tensors are built from shards, a shard of a slice is a shard
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -55,14 +53,6 @@ def holders_of(parameter: Tensor) -> dist.ProcessGroup | None:
     """The ranks that have the same slice; None for a full parameter."""
     part = slice_of(parameter)
     return None if part is None else part.holders
-
-
-def by_holders(
-    parameters: Iterable[nn.Parameter],
-) -> Iterator[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]:
-    """Runs of parameters in the same order, with their holders."""
-    for holders, run in groupby(parameters, holders_of):
-        yield holders, list(run)
 
 
 def own_part(parameter: Tensor, full: Tensor) -> Tensor:
