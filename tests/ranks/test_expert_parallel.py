@@ -227,6 +227,13 @@ def test_what_cannot_be_divided_is_refused_by_name(name, field, expected):
     assert name == "weighs inputs" or before == {key: value.shape for key, value in model.named_parameters()}
 
 
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+def test_an_optimizer_of_whole_tensors_is_refused(backend):
+    cfg = unishard.load({"backend": backend, "sharding": "full_shard", "parallel": {"expert": 2}})
+    message = refused(unishard.prepare, build("mixtral"), cfg, lambda some: torch.optim.Adafactor(some, lr=1e-2))
+    assert "parallel.expert: is not supported with Adafactor, which needs whole tensors" in message
+
+
 @in_ranks
 def test_experts_that_drop_results_at_random_are_divided():
     """What a module of experts does is proved without dropout."""

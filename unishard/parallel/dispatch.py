@@ -105,12 +105,12 @@ class Dispatch:
         Raises:
             ModelError: They do more, or tokens are not.
         """
-        made, half, alone = self._tried(inputs, 1.0), self._tried(inputs, 0.5), self._tried(inputs[:1], 1.0)
+        made, half, first = self._tried(inputs, 1.0), self._tried(inputs, 0.5), self._tried(inputs[:1], 1.0)
         largest = float(made.abs().max())
         if not math.isfinite(largest):
             return  # proves nothing
         equal = partial(torch.allclose, rtol=_RELATIVE, atol=_RELATIVE * largest)
-        if not equal(made * 0.5, half) or not equal(made[:1], alone):
+        if not equal(made * 0.5, half) or not equal(made[:1], first):
             raise ModelError(
                 f"parallel.expert cannot divide {self.experts.name} ({type(self.experts.module).__name__}): its "
                 "forward must multiply what an expert makes of each token by the weight of the expert, and do no more"

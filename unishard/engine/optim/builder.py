@@ -14,12 +14,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from unishard.config import Optimizer, Scheduler
 from unishard.contract.backend import OptimizerBuilder, OptimizerFactory
 from unishard.distributed.nested_optimizers import completed
+from unishard.distributed.shard_optimizer import ShardOptimizer
+from unishard.distributed.slices import slice_of
 from unishard.engine.optim.compute_groups import separate
 from unishard.engine.optim.eight_bit import on_blocks
 from unishard.engine.optim.empty_groups import without_empty
 from unishard.engine.optim.matrices import on_owners, on_shards
 from unishard.engine.optim.optimizers import description_of_built, factory, from_factory, move_to_shards
 from unishard.engine.optim.schedulers import SchedulerFactory, build_scheduler, check
+from unishard.errors import ConfigError, Problem
 from unishard.matrices.whole_tensors import WholeTensors
 
 
@@ -75,6 +78,9 @@ class OptimizerSetup:
         names = {id(parameter): name for name, parameter in pairs}
         self.optimizer, optimizer = optimizer, on_blocks(on_shards(without_empty(optimizer)), names)
         optimizer = on_owners(optimizer, names, [each for _, each in pairs], self._again)
+        if isinstance(optimizer, ShardOptimizer) and any(slice_of(each) is not None for _, each in pairs):
+            what = f"is not supported with {type(self.optimizer).__name__}, which needs whole tensors; choose another"
+            raise ConfigError([Problem("parallel.expert", f"{what} optimizer")])
         self.groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         if self._scheduler is not None and self.scheduler is None:
             self.scheduler = build_scheduler(self._scheduler, self.optimizer)  # type: ignore[arg-type]  # not a scheduler, so a function
