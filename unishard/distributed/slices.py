@@ -1,7 +1,7 @@
-"""Parameters of which a rank has an equal part of dimension 0, a slice: which part, and which ranks have the same one.
+"""Parameters of which a rank has an equal part of a dimension, a slice: which part, and which ranks have the same one.
 
 A slice is an ordinary, smaller parameter with a mark. The engine shards it over the ranks that have the same one, its
-holders. Where full tensors are built from shards, a shard of a slice is a shard of the full tensor.
+holders. Where full tensors are built from shards, a shard of a slice is a shard of the full tensor in slice order.
 """
 
 from __future__ import annotations
@@ -23,16 +23,24 @@ class Slice(NamedTuple):
     number: int
     """From 0."""
     of: int
-    """Equal parts of dimension 0."""
+    """Equal parts of the dimension."""
     holders: dist.ProcessGroup | None
     """The ranks with the same part; None in a plan, which sends nothing."""
     peers: dist.ProcessGroup | None
     """The ranks that have the full tensor together, each another part."""
+    dim: int = 0
+    packed: int = 1
+    """Tensors that lie one behind the other along the dimension, of each of which it has a part: 2 of gate and up in
+    one weight."""
 
     def cut(self, full: Tensor) -> Tensor:
-        """The part of a full tensor, a view."""
-        rows = full.shape[0] // self.of
-        return full.narrow(0, self.number * rows, rows)
+        """The part of a full tensor: a view, unless the full one has packed tensors."""
+        parts = full.unflatten(self.dim, (self.packed, self.of, -1))
+        return parts.select(self.dim + 1, self.number).flatten(self.dim, self.dim + 1)
+
+    def full_shape(self, shape: torch.Size) -> torch.Size:
+        """Of the full tensor, from that of a part."""
+        return torch.Size(size * self.of if dim == self.dim else size for dim, size in enumerate(shape))
 
 
 def mark(parameter: nn.Parameter, part: Slice | None) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from unishard.config import Parallel
-from unishard.contract.kit.materialization import set_full, set_reader, take_full, take_reader
-from unishard.distributed.slices import Slice, mark, slice_of
+from unishard.distributed.slices import Slice, slice_of
+from unishard.parallel.cutting import cut
 from unishard.parallel.dispatch import Dispatch
 from unishard.parallel.finding import ExpertLayer, find_experts
 from unishard.parallel.groups import Groups, make_groups
@@ -43,7 +43,7 @@ class SlicedModel:
             for name in experts.parameters:
                 parameter = experts.module.get_parameter(name)
                 if slice_of(parameter) is None:  # not tied to another one
-                    self._full.callback(_cut(parameter, part))
+                    self._full.callback(cut(parameter, part))
 
     @property
     def exchanges(self) -> bool:
@@ -68,28 +68,6 @@ class SlicedModel:
         self._full.close()
         self._put.close()
         self._dispatches.clear()
-
-
-def _cut(parameter: nn.Parameter, part: Slice) -> Callable[[], None]:
-    """Make a slice of a parameter, which stays the same object; returns what undoes it."""
-    full, reader = parameter.data, take_reader(parameter)
-    parameter.data = part.cut(full)
-    mark(parameter, part)
-    if reader is None:
-        set_full(parameter, full)
-    else:
-        before = part.number * parameter.numel()
-        set_reader(parameter, lambda begin, end: reader(before + begin, before + end))
-
-    def undo() -> None:
-        take_reader(parameter)
-        take_full(parameter)
-        mark(parameter, None)
-        parameter.data = full
-        if reader is not None:
-            set_reader(parameter, reader)
-
-    return undo
 
 
 def _dispatching(dispatch: Dispatch, experts: ExpertLayer) -> Callable[[], None]:
