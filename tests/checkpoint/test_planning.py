@@ -25,9 +25,9 @@ from unishard.checkpoint import index_classes, index_file, metadata, planning, w
 from unishard.checkpoint.assignment import Assignment
 from unishard.checkpoint.box_tables import box_table
 from unishard.checkpoint.holdings import intervals_of, packed
-from unishard.checkpoint.intervals import boxes
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.tensor_reader import Tensors
+from unishard.distributed.boxes import boxes
 from unishard.distributed.lazy_shards import LazyShard, lazy_shard_of
 from unishard.distributed.shards import Shard
 from unishard.errors import CheckpointError

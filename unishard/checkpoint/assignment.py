@@ -124,7 +124,7 @@ class Assignment:
         """
         bounds = np.searchsorted(tensor, np.arange(len(self._tensors) + 1))
         tables = [
-            box_table(stored.shape, begin[first:last], end[first:last])
+            box_table(stored.shape, begin[first:last], end[first:last], stored.order)
             for stored, (first, last) in zip(self._tensors, pairwise(bounds), strict=True)
         ]
         source = np.concatenate(

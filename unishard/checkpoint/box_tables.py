@@ -1,4 +1,4 @@
-"""The boxes of many intervals of one tensor at once: `intervals.boxes`, in arrays."""
+"""The boxes of many intervals of one tensor at once: `SliceOrder.boxes`, in arrays."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from unishard.distributed.slice_order import MEMORY_ORDER, SliceOrder
+
 Numbers = NDArray[np.int64]
 
 
@@ -18,7 +20,7 @@ class BoxTable(NamedTuple):
     source: Numbers
     """Which interval it belongs to."""
     first: Numbers
-    """Its first element, in the flattened tensor."""
+    """Its first element."""
     last: Numbers
     """One past its last element."""
     offsets: Numbers
@@ -27,15 +29,32 @@ class BoxTable(NamedTuple):
     """In every dim: boxes x dims."""
 
 
-def box_table(shape: Sequence[int], begins: Any, ends: Any) -> BoxTable:
-    """The boxes that make up intervals of the flattened tensor, as `intervals.boxes` divides each of them.
+def box_table(shape: Sequence[int], begins: Any, ends: Any, order: SliceOrder = MEMORY_ORDER) -> BoxTable:
+    """The boxes that make up intervals of a tensor, as `SliceOrder.boxes` divides each of them.
 
     Args:
         shape: Of the full tensor, without empty dims.
         begins: First element of each interval.
-        ends: One past the last element of each; larger than `begins`.
+        ends: One past the last element of each; larger than `begins`, and in the same piece.
+        order: How the elements are counted.
     """
     begins, ends = np.asarray(begins, np.int64), np.asarray(ends, np.int64)
+    if order == MEMORY_ORDER:
+        return _in_memory_order(shape, begins, ends)
+    piece = order.piece(shape)
+    number = begins // math.prod(piece)
+    before = number * math.prod(piece)
+    table = _in_memory_order(piece, begins - before, ends - before)
+    number, before = number[table.source], before[table.source]
+    part, *others, packed = np.unravel_index(number, order.grid(shape))
+    offsets = table.offsets
+    for dim, index in enumerate(others):
+        offsets[:, dim] += index
+    offsets[:, order.dim] += (packed * order.of + part) * piece[order.dim]
+    return BoxTable(table.source, table.first + before, table.last + before, offsets, table.sizes)
+
+
+def _in_memory_order(shape: Sequence[int], begins: Numbers, ends: Numbers) -> BoxTable:
     blocks = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # elements of one index of a dim
     # Up: to the end of a row, of a matrix, ... as far as the interval reaches; then down again.
     points, levels = [begins], list(range(len(shape) - 1, 0, -1))

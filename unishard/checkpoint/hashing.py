@@ -8,14 +8,17 @@ differ in a bit below the top one. It detects misplaced and damaged data; it doe
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unishard.distributed.boxes import inside, span
 from unishard.distributed.shards import Shard, flat
+from unishard.distributed.slice_order import MEMORY_ORDER, SliceOrder
 
 MASK = 2**64 - 1
 _WORD = 8
@@ -64,6 +67,26 @@ def hash_of(values: Tensor, start: int = 0) -> int:
     return (total + _sum(body.view(torch.int64), (begin + head) // _WORD)) & MASK if words else total & MASK
 
 
+def hash_of_shard(values: Tensor, start: int, shape: Sequence[int], order: SliceOrder = MEMORY_ORDER) -> int:
+    """What a shard of any order adds to the hash of its tensor, modulo 2^64.
+
+    Args:
+        values: Elements in a row, of any dtype on any device.
+        start: The first of them.
+        shape: Of the full tensor.
+        order: How the elements are counted.
+    """
+    if order == MEMORY_ORDER:
+        return hash_of(values, start)
+    total, row = 0, flat(values)
+    for held in order.boxes(shape, start, start + row.numel()):
+        around = order.around(shape, held.box)
+        rows = row.new_zeros(math.prod(around[1]))  # zeros add nothing
+        inside(rows, around, held.box).copy_(row[held.first - start : held.last - start].view(held.sizes))
+        total += hash_of(rows, span(shape, around)[0])
+    return total & MASK
+
+
 def hashes(parts: Mapping[str, Shard], device: torch.device) -> dict[str, int]:
     """Hashes of full tensors, from the ranks' shards: one all-reduce per process group. Collective.
 
@@ -71,7 +94,7 @@ def hashes(parts: Mapping[str, Shard], device: torch.device) -> dict[str, int]:
         parts: The same names in the same order on all ranks of a group.
         device: Where this rank computes.
     """
-    sums = [hash_of(part.values, part.start if part.group is not None else 0) for part in parts.values()]
+    sums = [hash_of_shard(part.values, part.interval.start, part.shape, part.order) for part in parts.values()]
     across: dict[dist.ProcessGroup, list[int]] = {}
     for index, part in enumerate(parts.values()):
         if part.group is not None and dist.get_world_size(part.group) > 1:

@@ -69,7 +69,7 @@ def pieces(
         yield from _entry(stream, name, places.tensors[number], places.of(number))
     yield pickle.SETITEMS + between + pickle.EMPTY_DICT
     for name, number, places in tables:
-        yield from _positions(stream, name, places.tensors[number].shape, places.of(number), files[0], np.array(memo))
+        yield from _positions(stream, name, places.tensors[number], places.of(number), files[0], np.array(memo))
     yield after + pickle.STOP
 
 
@@ -96,7 +96,7 @@ def _entry(stream: _Stream, name: str, tensor: StoredTensor, columns: Sequence[N
     yield stream.code(name) + before + pickle.EMPTY_LIST + pickle.MARK
     dims = len(tensor.shape)
     for rows in _slices(len(first)):
-        boxes = box_table(tensor.shape, first[rows], last[rows])
+        boxes = box_table(tensor.shape, first[rows], last[rows], tensor.order)
         numbers = np.concatenate([boxes.offsets, boxes.sizes], axis=1)
 
         def example(number: int) -> Any:
@@ -108,13 +108,13 @@ def _entry(stream: _Stream, name: str, tensor: StoredTensor, columns: Sequence[N
 
 
 def _positions(
-    stream: _Stream, name: str, shape: Sequence[int], columns: Sequence[Numbers], file: str, memo: Numbers
+    stream: _Stream, name: str, tensor: StoredTensor, columns: Sequence[Numbers], file: str, memo: Numbers
 ) -> Iterator[bytes]:
     """The boxes of a tensor, and where each lies."""
     first, last, rank, at, length = columns
-    dims = len(shape)
+    dims = len(tensor.shape)
     for rows in _slices(len(first)):
-        offsets = box_table(shape, first[rows], last[rows]).offsets
+        offsets = box_table(tensor.shape, first[rows], last[rows], tensor.order).offsets
         row = np.arange(rows.start, rows.start + len(offsets))
         numbers = np.column_stack([offsets, row, at[rows], length[rows]])
 

@@ -17,20 +17,32 @@ from unishard.checkpoint.archives import read_through
 from unishard.checkpoint.chunks import Chunk, SortedChunks
 from unishard.checkpoint.files import open_file
 from unishard.checkpoint.inside_folder import OutsideFolderError, file_inside
-from unishard.checkpoint.intervals import runs
+from unishard.distributed.boxes import Box, inside, overlap, span
 from unishard.distributed.lazy_shards import LazyShard
+from unishard.distributed.slice_order import MEMORY_ORDER, SliceOrder
 from unishard.errors import CheckpointError
 
 
 class ReadRequest(NamedTuple):
-    """Memory to read a flat range of a tensor into."""
+    """Memory to read an interval of a tensor into."""
 
     name: str
     """In the checkpoint."""
     start: int
-    """First element, in the flattened tensor."""
+    """First element."""
     values: Tensor
     """The flat destination, of any dtype on any device; is written to."""
+    order: SliceOrder = MEMORY_ORDER
+    """How the elements are counted."""
+
+
+class _ChunkPart(NamedTuple):
+    """A part of a chunk that is needed."""
+
+    chunk: Chunk
+    box: Box
+    values: Tensor
+    """Where it is copied to, of the same sizes."""
 
 
 class Tensors:
@@ -88,13 +100,14 @@ class Tensors:
         tensor = self.lazy(name)
         return tensor.read(0, tensor.end).view(tensor.shape)
 
-    def require(self, name: str, shape: Sequence[int], interval: range) -> None:
+    def require(self, name: str, shape: Sequence[int], interval: range, order: SliceOrder = MEMORY_ORDER) -> None:
         """Check that a part of a tensor can be read, by the index and the sizes of the files; reads no element.
 
         Args:
             name: The tensor.
             shape: The shape that it must have.
-            interval: Of the flattened tensor.
+            interval: Of its elements.
+            order: How these are counted.
 
         Raises:
             CheckpointError: It does not exist, has another shape, or is incomplete.
@@ -105,13 +118,12 @@ class Tensors:
                 f"{self.folder}: {name} has shape {tuple(self.shapes[name])} in the index, not {tuple(shape)}; the "
                 "checkpoint is damaged"
             )
-        target = ReadRequest(name, interval.start, torch.empty(len(interval), device="meta"))
         available = 0
-        for chunk in self._chunks(name, interval.start, interval.stop):
-            if chunk.file not in self._sizes:
-                self._open(chunk).close()
-            self._require_room(chunk)
-            available += sum(length for *_, length in _common(chunk, target))
+        for part in self._parts(ReadRequest(name, interval.start, torch.empty(len(interval), device="meta"), order)):
+            if part.chunk.file not in self._sizes:
+                self._open(part.chunk).close()
+            self._require_room(part.chunk)
+            available += part.values.numel()
         if available != len(interval):
             raise CheckpointError(f"{self.folder}: {name} is incomplete; use another checkpoint")
 
@@ -126,14 +138,13 @@ class Tensors:
         Raises:
             CheckpointError: A tensor does not exist, or a file is missing, truncated or damaged.
         """
-        wanted: dict[Chunk, list[tuple[ReadRequest, int, int, int]]] = {}
+        wanted: dict[Chunk, list[_ChunkPart]] = {}
         for target in targets:
             self._require(target.name)
             filled = 0
-            for chunk in self._chunks(target.name, target.start, target.start + target.values.numel()):
-                for inside, into, length in _common(chunk, target):
-                    wanted.setdefault(chunk, []).append((target, inside, into, length))
-                    filled += length
+            for part in self._parts(target):
+                wanted.setdefault(part.chunk, []).append(part)
+                filled += part.values.numel()
             if filled != target.values.numel():
                 raise CheckpointError(f"{self.folder}: {target.name} is incomplete; use another checkpoint")
         opened: tuple[str, IO[bytes]] | None = None
@@ -144,14 +155,24 @@ class Tensors:
                         opened[1].close()
                     opened = (chunk.file, self._open(chunk))
                 values = self._load(chunk, opened[1])
-                for target, inside, into, length in wanted[chunk]:
-                    target.values[into : into + length].copy_(values[inside : inside + length])
+                for part in wanted[chunk]:
+                    part.values.copy_(inside(values, (chunk.offsets, chunk.sizes), part.box))
                 progress(chunk.length)
         finally:
             if opened is not None:
                 opened[1].close()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _parts(self, target: ReadRequest) -> Iterator[_ChunkPart]:
+        """The parts of chunks that make up a target."""
+        shape = self.shapes[target.name]
+        for held in target.order.boxes(shape, target.start, target.start + target.values.numel()):
+            values = target.values[held.first - target.start : held.last - target.start]
+            first, last = span(shape, held.box)
+            for chunk in self._chunks(target.name, first, last + 1):
+                if (box := overlap((chunk.offsets, chunk.sizes), held.box)) is not None:
+                    yield _ChunkPart(chunk, box, inside(values, held.box, box))
 
     def _chunks(self, name: str, begin: int, end: int) -> Sequence[Chunk]:
         """Those that may hold elements of an interval of a flattened tensor."""
@@ -229,24 +250,6 @@ class Tensors:
         if not isinstance(values, Tensor) or tuple(values.shape) != chunk.sizes:
             raise CheckpointError(f"{path}: {chunk.name} does not have the shape in the index; the file is damaged")
         return values.reshape(-1)
-
-
-def _common(chunk: Chunk, target: ReadRequest) -> Iterator[tuple[int, int, int]]:
-    """The overlaps of a chunk and a target: offset in the chunk, offset in the target, length."""
-    begin, end = target.start, target.start + target.values.numel()
-    if chunk.sizes and 0 not in chunk.sizes:
-        strides = [math.prod(chunk.shape[dim + 1 :]) for dim in range(len(chunk.shape))]
-        first = sum(offset * stride for offset, stride in zip(chunk.offsets, strides, strict=True))
-        last = sum(
-            (offset + size - 1) * stride
-            for offset, size, stride in zip(chunk.offsets, chunk.sizes, strides, strict=True)
-        )
-        if first >= end or last < begin:
-            return
-    for at, inside, length in runs(chunk.shape, chunk.offsets, chunk.sizes):
-        low, high = max(at, begin), min(at + length, end)
-        if low < high:
-            yield inside + low - at, low - begin, high - low
 
 
 class _Window:

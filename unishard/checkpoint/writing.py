@@ -8,7 +8,6 @@ gathered.
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,9 +27,8 @@ from torch.futures import Future
 
 from unishard.checkpoint import tensor_names
 from unishard.checkpoint.direct_file import BUFFER, DirectFile
-from unishard.checkpoint.hashing import MASK, hash_of
+from unishard.checkpoint.hashing import MASK, hash_of_shard
 from unishard.checkpoint.holdings import TensorIntervals, cut, divided, intervals_of, packed
-from unishard.checkpoint.intervals import boxes
 from unishard.checkpoint.plan_cache import PlanCache
 from unishard.checkpoint.planning import RankResult, SaveResult
 from unishard.checkpoint.records import envelope_of
@@ -198,14 +196,14 @@ class _Writer(FileSystemWriter):
         mine = np.unpackbits(np.frombuffer(mask, np.uint8), count=len(cuts.tensor)).astype(bool)
         for number, begin, end in zip(*(column[mine].tolist() for column in cuts), strict=True):
             shard = self._planner.shards[intervals.tensors[number].name]
-            for _, sizes in boxes(shard.shape, begin, end):
-                values, before = shard.read(begin, begin + math.prod(sizes)).view(sizes).detach().cpu(), file.size
-                for block, start in self._put(file, values, begin):
-                    hashes[number] = (hashes[number] + hash_of(block, start)) & MASK
+            for box in shard.order.boxes(shard.shape, begin, end):
+                values, before = shard.read(box.first, box.last).view(box.sizes).detach().cpu(), file.size
+                for block, start in self._put(file, values, box.first):
+                    own = hash_of_shard(block, start, shard.shape, shard.order)
+                    hashes[number] = (hashes[number] + own) & MASK
                     if block.is_floating_point():
                         squares[number] += float(norm_of(block)) ** 2
                 lengths.append(file.size - before)
-                begin += values.numel()
         return np.array(lengths, np.int64), np.array(hashes, np.uint64), np.array(squares, np.float64)
 
     def _put(self, file: DirectFile, values: Tensor, start: int) -> Iterator[tuple[Tensor, int]]:

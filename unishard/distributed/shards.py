@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from unishard.distributed.slice_order import MEMORY_ORDER, SliceOrder
+
 
 class Shard(NamedTuple):
     """This rank's shard of a tensor."""
@@ -20,13 +22,15 @@ class Shard(NamedTuple):
     """The engine's own memory, any floating dtype: the full tensor in its shape, or a flat interval of it, possibly
     empty."""
     start: int = 0
-    """Start of the interval in the flattened full tensor."""
+    """Start of the interval."""
     group: dist.ProcessGroup | None = None
     """The ranks whose shards make the full tensor, without overlap; None if this rank holds all of it."""
+    order: SliceOrder = MEMORY_ORDER
+    """How the elements are counted."""
 
     @property
     def interval(self) -> range:
-        """The elements of the flattened full tensor that this rank holds."""
+        """The elements of the full tensor that this rank holds, in their order."""
         begin = 0 if self.group is None else self.start
         return range(begin, begin + self.values.numel())
 
@@ -79,7 +83,7 @@ def full_tensor(shard: Shard, device: torch.device) -> Tensor:
     flat[shard.start : shard.start + shard.values.numel()].copy_(shard.values)
     if dist.get_world_size(shard.group) > 1:
         dist.all_reduce(flat, group=shard.group)
-    return flat.view(shard.shape)
+    return shard.order.full(flat, shard.shape)
 
 
 def write_shard(shard: Shard, value: Tensor) -> None:
@@ -87,7 +91,7 @@ def write_shard(shard: Shard, value: Tensor) -> None:
     if shard.group is None:
         shard.values.copy_(value)
     else:
-        shard.values.copy_(value.reshape(-1)[shard.start : shard.start + shard.values.numel()])
+        shard.values.copy_(shard.order.counted(value)[shard.start : shard.start + shard.values.numel()])
 
 
 def shard_norms(shards: Mapping[str, Shard], device: torch.device) -> dict[str, float]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.distributed.shards import Shard
+from unishard.distributed.slice_order import MEMORY_ORDER, SliceOrder
 
 _MARK = "_unishard_slice"
 
@@ -34,9 +35,15 @@ class Slice(NamedTuple):
     one weight."""
 
     def cut(self, full: Tensor) -> Tensor:
-        """The part of a full tensor: a view, unless the full one has packed tensors."""
-        parts = full.unflatten(self.dim, (self.packed, self.of, -1))
+        """The part of a full tensor: a view where it lies together."""
+        width = full.shape[self.dim] // (self.of * self.packed)
+        parts = full.reshape(*full.shape[: self.dim], self.packed, self.of, width, *full.shape[self.dim + 1 :])
         return parts.select(self.dim + 1, self.number).flatten(self.dim, self.dim + 1)
+
+    @property
+    def order(self) -> SliceOrder:
+        """In which it is an interval of the full tensor."""
+        return SliceOrder(self.dim, self.of, self.packed) if self.dim or self.packed > 1 else MEMORY_ORDER
 
     def full_shape(self, shape: torch.Size) -> torch.Size:
         """Of the full tensor, from that of a part."""
@@ -74,7 +81,6 @@ def of_full(parameter: Tensor, shard: Shard) -> Shard:
     part = slice_of(parameter)
     if part is None:
         return shard
-    rows, *rest = shard.shape
     start = part.number * shard.shape.numel() + shard.interval.start
     group = part.peers if shard.group is None else dist.group.WORLD
-    return Shard(torch.Size((rows * part.of, *rest)), shard.values.reshape(-1), start, group)
+    return Shard(part.full_shape(shard.shape), shard.values.reshape(-1), start, group, part.order)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unishard.distributed.shards import Shard
+from unishard.distributed.shards import Shard, write_shard
 from unishard.distributed.slices import of_full, own_part
 from unishard_deepspeed.private.table import OF_STAGE_3
 
@@ -34,8 +34,7 @@ def own_shard(parameter: Any) -> Shard:
 
 def write(parameter: Any, value: Tensor) -> None:
     """Write a full value into this rank's shard, and into the parameter if it is gathered now."""
-    part = own_shard(parameter)
-    part.values.copy_(value.reshape(-1)[part.start : part.start + part.values.numel()])
+    write_shard(own_shard(parameter), value)
     if parameter.data.shape == parameter.ds_shape:
         parameter.data.copy_(own_part(parameter, value))
 

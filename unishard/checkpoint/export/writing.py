@@ -117,26 +117,28 @@ def _fill(
             try:
                 for entry, at in file.places:
                     own = share([theirs[entry.source] for theirs in intervals], rank)
-                    begin, end = max(own.start, entry.start), min(own.stop, entry.start + math.prod(entry.shape))
-                    _put(descriptor, at, entry, shards[entry.source], begin, end, advance)
+                    _put(descriptor, at, entry, shards[entry.source], own, advance)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
 
 
-def _put(
-    descriptor: int, at: int, entry: ExportedTensor, tensor: LazyShard, begin: int, end: int, advance: Advance
-) -> None:
-    length = max(1, BLOCK // tensor.dtype.itemsize)
-    while begin < end:
-        until = min(end, (begin // length + 1) * length)
-        data: memoryview = _cast(tensor.read(begin, until), entry).view(torch.uint8).numpy().data
-        place = at + (begin - entry.start) * entry.dtype.itemsize
-        advance(len(data))
-        while data:
-            count = os.pwrite(descriptor, data, place)
-            data, place = data[count:], place + count
-        begin = until
+def _put(descriptor: int, at: int, entry: ExportedTensor, tensor: LazyShard, own: range, advance: Advance) -> None:
+    """Write these elements of a tensor, block by block."""
+    length, size = max(1, BLOCK // tensor.dtype.itemsize), entry.dtype.itemsize
+    for first_of_block in range(own.start // length * length, own.stop, length):
+        block = range(max(first_of_block, own.start), min(first_of_block + length, own.stop))
+        for held in tensor.within(entry.start, entry.start + math.prod(entry.shape), block):
+            data: memoryview = _cast(held.read(tensor), entry).view(-1).view(torch.uint8).numpy().data
+            advance(len(data))
+            for first, place, count in held.runs():
+                _write(descriptor, data[place * size :][: count * size], at + (first - entry.start) * size)
+
+
+def _write(descriptor: int, data: memoryview, place: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, place)
+        data, place = data[count:], place + count
 
 
 @torch.no_grad()

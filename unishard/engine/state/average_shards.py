@@ -58,7 +58,10 @@ class AverageShards:
         for average, values in zip(self.averages, self.live, strict=True):
             average.copy_(values)
         shards = self._found(tensors)
-        tensors.read(ReadRequest(name, shard.interval.start, shard.values.view(-1)) for name, shard in shards.items())
+        tensors.read(
+            ReadRequest(name, shard.interval.start, shard.values.view(-1), shard.order)
+            for name, shard in shards.items()
+        )
         lacking = len(self.by_name) - len(shards)
         which = (
             f"moving averages of {lacking} parameters" if has_average(tensors) else "a moving average of the weights"
@@ -72,7 +75,7 @@ class AverageShards:
             CheckpointError: It is incomplete.
         """
         for name, shard in self._found(tensors).items():
-            tensors.require(name, shard.shape, shard.interval)
+            tensors.require(name, shard.shape, shard.interval, shard.order)
 
     def _found(self, tensors: Tensors) -> dict[str, Shard]:
         """Those that the checkpoint has, by their name in it."""

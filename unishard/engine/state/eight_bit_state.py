@@ -79,7 +79,8 @@ class EightBitState(Part):
         for name, moments, shard in self._moments():
             for key in MOMENTS:
                 values = torch.empty(len(shard.interval))
-                source.tensors.read([ReadRequest(tensor_names.of_optimizer(name, key), shard.interval.start, values)])
+                stored = tensor_names.of_optimizer(name, key)
+                source.tensors.read([ReadRequest(stored, shard.interval.start, values, shard.order)])
                 changed += moments.write(key, values)
                 elements += len(values)
         self._rounded = changed, elements
@@ -104,7 +105,10 @@ class EightBitState(Part):
             begin, end = shard.interval.start, shard.interval.stop
             for key in MOMENTS:
                 read = partial(_read, moments, key, begin)
-                yield tensor_names.of_optimizer(name, key), LazyShard(shard.shape, torch.float32, begin, end, read)
+                yield (
+                    tensor_names.of_optimizer(name, key),
+                    LazyShard(shard.shape, torch.float32, begin, end, read, shard.order),
+                )
 
 
 def eight_bit_state_of(updates: Updates | None) -> EightBitState | None:

@@ -57,8 +57,7 @@ def _fill(place: Tensor, tensor: ExportedTensor, shards: Mapping[str, LazyShard]
     size, at = tensor.dtype.itemsize, 0
     for part in tensor.parts or (tensor,):
         shard, count = shards[part.source], math.prod(part.shape)
-        begin, end = max(shard.start, part.start), min(shard.end, part.start + count)
-        if begin < end:
-            first = at + (begin - part.start) * size
-            place[first : first + (end - begin) * size].view(tensor.dtype).copy_(shard.read(begin, end))
+        own = place[at : at + count * size].view(tensor.dtype)
+        for held in shard.within(part.start, part.start + count):
+            held.view_in(own, part.start).copy_(held.read(shard))
         at += count * size

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unishard.distributed.lazy_shards import LazyShard
+from unishard.distributed.slice_order import MEMORY_ORDER, SliceOrder
 from unishard.engine.model.quantization.linear import SCALES, QuantizedLinear, quantized_layers
 from unishard.errors import ContractError
 
@@ -107,14 +108,12 @@ class MergedAdapters:
             return weight
 
         def read(begin: int, end: int) -> Tensor:
-            columns = weight.shape[1]
-            first, last = begin // columns, -(-end // columns)  # rows, of which this rank may have a part
             values = self._values(name, weight, full, begin, end)
             for inner, outer, scaling, transposed in pairs:
                 left, right = full[outer], full[inner]
                 left, right = (right.T, left.T) if transposed else (left, right)
-                added = (left[first:last] @ right).reshape(-1) * scaling
-                values = values.to(added) + added[begin - first * columns : end - first * columns]
+                added = _product(left, right, weight.order, begin, end) * scaling
+                values = values.to(added) + added
             return values
 
         return weight._replace(read=read)
@@ -141,6 +140,15 @@ class MergedAdapters:
 
     def _outer(self, name: str) -> str:
         return name.removeprefix(self._prefix)
+
+
+def _product(left: Tensor, right: Tensor, order: SliceOrder, begin: int, end: int) -> Tensor:
+    """Elements of a product of matrices between two."""
+    if order != MEMORY_ORDER:
+        return order.counted(left @ right)[begin:end]
+    columns = right.shape[1]
+    first, last = begin // columns, -(-end // columns)  # rows, of which this rank may have a part
+    return (left[first:last] @ right).reshape(-1)[begin - first * columns : end - first * columns]
 
 
 def _added(layer: Any) -> list[str]:

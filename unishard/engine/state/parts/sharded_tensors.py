@@ -73,7 +73,7 @@ class ShardedTensors(Part):
             place = self._run.adapter.master_shard(trained[name])
             wanted |= {tensor_names.of_optimizer(name, key): place for key in needs.tensors}
         for name, shard in wanted.items():
-            source.tensors.require(name, shard.shape, shard.interval)
+            source.tensors.require(name, shard.shape, shard.interval, shard.order)
 
     @torch.no_grad()
     def read(self, source: CheckpointSource) -> None:
@@ -95,7 +95,7 @@ class ShardedTensors(Part):
             )
             if not values.is_contiguous():
                 strided.append((name, values, flat))
-            requests.append(ReadRequest(name, shard.interval.start, flat))
+            requests.append(ReadRequest(name, shard.interval.start, flat, shard.order))
         source.tensors.read(requests)
         for name, values, flat in strided:
             values.copy_(flat.view(values.shape))

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unishard.checkpoint.intervals import boxes, runs
+from unishard.distributed.boxes import boxes, runs
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
