@@ -62,6 +62,7 @@ ANOTHER: dict[str, Any] = {
     "logging.mlflow_uri": "sqlite:///runs.db",
     "parallel.sequence.method": "ulysses",
     "parallel.sequence.recurrences": "heads",
+    "parallel.tensor.plan": {"proj": "colwise"},
     "parallel.sequence.keys": ["input_ids"],
     "parallel.sequence.pad_to": 8,
 }

@@ -148,22 +148,22 @@ class Config(Section):
                 "training.loss_chunk_tokens",
                 "is not supported with compile.mode full, which compiles the loss too; write per_block",
             )
-        if self.parallel.expert.on:
-            yield from self._problems_of_slices()
+        if self.parallel.slices:
+            yield from self._problems_of_slices(self.parallel.slices)
         if self.activation_checkpointing == []:
             yield "activation_checkpointing", "is empty; name at least one class, or write full or none"
 
-    def _problems_of_slices(self) -> Iterator[tuple[str, str]]:
+    def _problems_of_slices(self, field: str) -> Iterator[tuple[str, str]]:
         strategy, optimizer = self.sharding.strategy, self.optimizer.name
         if strategy == "no_shard" or self.sharding.hybrid:
             yield (
-                "parallel.expert",
+                field,
                 f"is not supported with {strategy}; set sharding.strategy to full_shard, shard_grad_op or "
                 "shard_optimizer",
             )
         if optimizer in ("muon", "adamw_8bit"):
             yield (
-                "parallel.expert",
+                field,
                 f"is not supported with optimizer {optimizer}, which needs whole tensors; choose another optimizer",
             )
 

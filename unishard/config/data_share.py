@@ -1,5 +1,7 @@
 """Which share of the data a rank reads; ranks that share samples read the same.
 
+Neighboring ranks have layers together (`parallel.tensor`), then sequences (`parallel.sequence`).
+
 Imports neither torch nor an engine.
 """
 
@@ -25,8 +27,14 @@ def data_share_of(cfg: Config, topology: Topology) -> DataShare:
     """The share of a rank.
 
     Raises:
-        ConfigError: `parallel.sequence.size` does not divide the ranks.
+        ConfigError: The ranks that share samples do not divide all ranks.
     """
-    size = cfg.parallel.sequence.size
-    require_divides("parallel.sequence.size", size, topology)
+    size = cfg.parallel.sharing
+    require_divides(_fields(cfg), size, topology)
     return DataShare(topology.rank // size, topology.world_size // size)
+
+
+def _fields(cfg: Config) -> str:
+    sections = {"sequence": cfg.parallel.sequence, "tensor": cfg.parallel.tensor}
+    on = [f"parallel.{name}.size" for name, section in sections.items() if section.on]
+    return " x ".join(on or ["parallel.sequence.size"])

@@ -89,6 +89,39 @@ class ExpertParallel(Section):
         return self.size > 1
 
 
+_CUT = OnlyWith(
+    {"size": Not(1)},
+    "weights are not cut",
+    "is unused with size 1, which cuts nothing; remove it or set size to 2 or more",
+)
+
+
+class TensorParallel(Section):
+    """Weights of single layers: a group of neighboring ranks has them together, and each rank a part of each.
+
+    `tensor: 2` stands for `tensor: {size: 2}`. The ranks of a group have the same samples, and each computes its part
+    of the heads and features. What a rank has of a weight is sharded over the ranks with the same part, everything else
+    over all ranks, as `sharding` says. `training.micro_batch_size` counts the samples of a group.
+    """
+
+    shorthand: ClassVar[tuple[str, ...]] = ("size",)
+
+    size: Annotated[int, OffAt(1)] = Field(default=1, ge=1)
+    """Ranks that have a layer together; it must divide the number of ranks, heads and features. 1: each rank computes
+    whole layers."""
+    plan: Annotated[Literal["auto"] | dict[str, str], _CUT] = Field(default="auto")
+    """How modules and parameters are cut, by their names, in which `*` stands for a number.
+
+    The values are styles of transformers, such as `colwise`, `rowwise`, `colwise_gather_output`, `embedding_rowwise`.
+    `auto`: the plan that the model's class comes with.
+    """
+
+    @property
+    def on(self) -> bool:
+        """Whether ranks have different parts of weights."""
+        return self.size > 1
+
+
 class Parallel(Section):
     """What several ranks do together, besides sharding the training state."""
 
@@ -96,3 +129,17 @@ class Parallel(Section):
     """Long sequences, of which each rank has a part."""
     expert: ExpertParallel = Field(default_factory=ExpertParallel.model_construct)
     """Experts of a mixture, of which each rank has some."""
+    tensor: TensorParallel = Field(default_factory=TensorParallel.model_construct)
+    """Weights of single layers, of which each rank has a part."""
+
+    @property
+    def sharing(self) -> int:
+        """Neighboring ranks that read the same samples."""
+        return self.sequence.size * self.tensor.size
+
+    @property
+    def slices(self) -> str:
+        """The fields by which ranks have different parts of weights; empty without."""
+        return " and ".join(
+            f"parallel.{name}" for name, section in (("expert", self.expert), ("tensor", self.tensor)) if section.on
+        )

@@ -45,12 +45,12 @@ def ranks_of(cfg: Config, world_size: int | None = None, per_node: int | None = 
     if processes is not None:
         return RunRanks(Topology(processes * nodes, processes), "--gpus-per-node" if per_node else "launch")
     if (implied := ranks_of_batch(cfg.training)) is not None:
-        implied *= cfg.parallel.sequence.size
+        implied *= cfg.parallel.sharing
         return RunRanks(_nodes_of(implied, implied // nodes), "training.global_batch_size")
     if cfg.sharding.hybrid and cfg.sharding.group_size:
         return RunRanks(Topology(cfg.sharding.group_size, cfg.sharding.group_size), "sharding.group_size")
-    if (size := cfg.parallel.sequence.size) > 1:
-        return RunRanks(Topology(size, size), "parallel.sequence.size")
+    if (size := cfg.parallel.sharing) > 1:
+        return RunRanks(Topology(size, size), "parallel.sequence.size" if cfg.parallel.tensor.size == 1 else "parallel")
     if (size := cfg.parallel.expert.size) > 1:
         return RunRanks(Topology(size, size), "parallel.expert.size")
     if nodes > 1:

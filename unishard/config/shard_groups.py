@@ -23,10 +23,11 @@ def check_groups(cfg: Config, topology: Topology) -> None:
     Raises:
         ConfigError: `sharding.group_size`, or its default from the node, does not divide the ranks, or is 1; or
             `sharding.reshard_after_forward` is a number that does not divide the ranks that share one copy; or
-            `parallel.expert.size` does not divide the ranks.
+            `parallel.expert.size` or `parallel.tensor.size` does not divide the ranks.
     """
     _check_reshard_group(cfg, topology)
     require_divides("parallel.expert.size", cfg.parallel.expert.size, topology)
+    require_divides("parallel.tensor.size", cfg.parallel.tensor.size, topology)
     if not cfg.sharding.hybrid:
         return
     world, size = topology.world_size, shard_group_size(cfg, topology)

@@ -110,7 +110,11 @@ FALLBACKS: Mapping[str, Rule] = {
             for name in ("size", "method", "keys", "pad_to")
         }
         | {"parallel.sequence.recurrences": "recurrences of hybrid models are not split; set parallel.sequence to 1"}
-        | {"parallel.expert.size": "each rank computes all experts; set parallel.expert to 1"},
+        | {"parallel.expert.size": "each rank computes all experts; set parallel.expert to 1"}
+        | {
+            f"parallel.tensor.{name}": "each rank computes whole layers; set parallel.tensor to 1"
+            for name in ("size", "plan")
+        },
     ),
     "training.buffers": BUFFERS,
     "training.nonfinite": row(

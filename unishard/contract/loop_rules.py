@@ -63,6 +63,11 @@ LOOP: Mapping[str, Rule] = {
         "groups of neighboring ranks have the experts together; the engine shards those of a rank over the ranks with "
         "the same"
     ),
+    "parallel.tensor.size": done_by_unishard(
+        "groups of neighboring ranks have layers together; the engine shards the part of a rank over the ranks with "
+        "the same"
+    ),
+    "parallel.tensor.plan": done_by_unishard("which modules are cut, and how"),
     "training.micro_batch_size": done_by_unishard("batch size of `unishard.dataloader`"),
     "training.gradient_accumulation_steps": done_by_unishard(
         "`backward` divides the loss by it, `step` updates at the end of a window"

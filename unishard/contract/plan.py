@@ -200,6 +200,8 @@ class RunPlan:
     loop: Training
     sequence: SequenceParallel
     """The section, with the method that suits the model."""
+    tensor: int
+    """Neighboring ranks that have layers together: `parallel.tensor.size`."""
     data_share: DataShare
     """Which share of the data this rank reads."""
     checkpoint: Checkpoint

@@ -35,7 +35,7 @@ class AroundForward:
             if chunk_tokens is not None:
                 put.callback(ChunkedForward(model, chunk_tokens).close)
             if plan.sequence.on:
-                self.sequences = SplitSequences(model, plan.sequence)
+                self.sequences = SplitSequences(model, plan.sequence, plan.tensor)
                 put.callback(self.sequences.close)
             self._put = put.pop_all()
 

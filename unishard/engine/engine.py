@@ -101,6 +101,7 @@ class Engine(OtherNames, Process):
         self._checkpoints = SaveAndLoad(
             Run(
                 training=plan.loop,
+                tensor=plan.tensor,
                 checkpoint=plan.checkpoint,
                 text=plan.text.saved,
                 packages=["torch", *(name for name in plan.backend.requires if name != "torch")],

@@ -62,7 +62,7 @@ def prepare(
 
     Starts the process group from torchrun's or srun's environment, or a group of one rank. Parameters and buffers are
     first broadcast from rank 0. With `train=True`, torch is seeded with `training.seed` plus the rank
-    afterwards, unless `reseed` is False.
+    afterwards, unless `reseed` is False; ranks that have layers together get the same seed.
 
     Any number of models can be prepared in one process, in any order, each with its own config.
 
@@ -203,7 +203,7 @@ def _begin(engine: Engine, plan: RunPlan, *, reseed: bool) -> Engine:
     Collective.
     """
     if reseed:
-        torch.manual_seed(plan.loop.seed + plan.topology.rank)
+        torch.manual_seed(plan.loop.seed + plan.topology.rank // plan.tensor)
     if plan.checkpoint.dir is not None and plan.checkpoint.on_existing == "resume":
         try:
             engine.load("latest")

@@ -126,6 +126,7 @@ def resolve(
         optimizer=setup,
         loop=cfg.training,
         sequence=sequence_of(model, cfg.parallel.sequence),
+        tensor=cfg.parallel.tensor.size,
         data_share=data_share_of(cfg, topology),
         checkpoint=cfg.checkpoint,
         observe=observe_spec(cfg, text),

@@ -1,4 +1,4 @@
-"""The ranks that share a sample: neighbors, each with a part of its positions."""
+"""The ranks that share a sample, each with a part of its positions: neighbors, or `parallel.tensor.size` apart."""
 
 from __future__ import annotations
 
@@ -34,7 +34,15 @@ class SequenceGroup:
             dist.all_gather([*everyones], tensor, group=self.process_group)
 
 
-def make_group(size: int) -> SequenceGroup:
-    """The group of this rank; `size` divides the ranks. Collective."""
-    groups = [range(first, first + size) for first in range(0, dist.get_world_size(), size)]
-    return SequenceGroup(own_group(groups), own_group(groups, "gloo"), size, dist.get_rank() % size)
+def make_group(size: int, apart: int = 1) -> SequenceGroup:
+    """The group of this rank. Collective.
+
+    Args:
+        size: Ranks of a group; with `apart`, it divides the ranks.
+        apart: How far these are from each other: ranks in between have other parts of the layers.
+    """
+    world, block = dist.get_world_size(), size * apart
+    groups = [
+        range(first + number, first + block, apart) for first in range(0, world, block) for number in range(apart)
+    ]
+    return SequenceGroup(own_group(groups), own_group(groups, "gloo"), size, dist.get_rank() // apart % size)

@@ -31,8 +31,13 @@ from unishard.sequence.transformers_models import counts_positions_itself
 class SplitSequences:
     """Splits the sequences of one engine."""
 
-    def __init__(self, model: nn.Module, section: SequenceParallel) -> None:
+    def __init__(self, model: nn.Module, section: SequenceParallel, apart: int = 1) -> None:
         """Make the groups, and let the model attend to whole sequences. Collective.
+
+        Args:
+            model: Not sharded yet.
+            section: With the method that suits the model.
+            apart: How far the ranks of a group are from each other.
 
         Raises:
             ModelError: The model computes attention by its own code.
@@ -43,7 +48,7 @@ class SplitSequences:
         self.kept_losses: tuple[KeptLoss, ...] = ()
         """Losses that modules keep, and of which parts make another one."""
         self._parts = KnownParts()
-        self.group = make_group(section.size)
+        self.group = make_group(section.size, apart)
         self._layout = PositionLayout(section.size, balanced=section.method == "allgather")
         self.forward = SplitForward(model, self.group, self._layout, section, self._parts)
         self._splitter = BatchSplitter(
@@ -171,11 +176,11 @@ class SplitSequences:
 
     def _require_same(self, batch: Any) -> None:
         if not agreement.equal(of_value(list(tensors_in(batch))), self.group.hosts):
-            first = dist.get_rank() - self.group.rank
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(self.group.hosts)))
             raise DataError(
-                f"ranks {first} to {first + self.group.size - 1} share each sample (parallel.sequence.size is "
-                f"{self.group.size}), but have read different ones; use unishard.dataloader(dataset, cfg), or let the "
-                "ranks of a group read the same share: rank // size of world_size // size"
+                f"ranks {ranks} share each sample (parallel.sequence.size is {self.group.size}), but have read "
+                "different ones; use unishard.dataloader(dataset, cfg), or let the ranks of a group read the same "
+                "share: rank // size of world_size // size"
             )
 
 

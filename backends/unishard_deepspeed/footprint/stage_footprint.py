@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from itertools import product
 
 from unishard.config import Config
 from unishard.config.nested import Native
@@ -50,10 +49,9 @@ class StageFootprint(ABC):
             [named[name] for name in group.names]
             for group in groups_of(self.cfg.optimizer, list(named), matrices=self.matrices)
         ]
+        kind = {name: (each.kept(self.cfg.precision), each.slices) for name, each in named.items()}
         parts = [
-            [each for each in group if (each.kept(self.cfg.precision), each.slices > 1) == kind]
-            for kind in product((False, True), repeat=2)
-            for group in groups
+            [each for each in group if kind[each.name] == own] for own in sorted({*kind.values()}) for group in groups
         ]
         return [part for part in parts if part]
 

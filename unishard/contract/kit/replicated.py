@@ -42,7 +42,7 @@ def find_replicated(model: nn.Module, cfg: Sharding) -> tuple[str, ...]:
     names = tuple(name for name, each in model.named_parameters() if id(each) in matched)
     for name, each in model.named_parameters():
         if id(each) in matched and slice_of(each) is not None:
-            message = f"matches {name}, of which parallel.expert gives each rank a part; leave experts out of it"
+            message = f"matches {name}, of which `parallel` gives each rank a part; leave it out"
             raise ConfigError([Problem(_FIELD, message)])
     sharded = [each for each in every.values() if each.numel() and id(each) not in matched]
     if not sharded and cfg.strategy != "no_shard":

@@ -80,7 +80,7 @@ class OptimizerSetup:
         optimizer = on_owners(optimizer, names, [each for _, each in pairs], self._again)
         if isinstance(optimizer, ShardOptimizer) and any(slice_of(each) is not None for _, each in pairs):
             what = f"is not supported with {type(self.optimizer).__name__}, which needs whole tensors; choose another"
-            raise ConfigError([Problem("parallel.expert", f"{what} optimizer")])
+            raise ConfigError([Problem("parallel", f"{what} optimizer")])
         self.groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         if self._scheduler is not None and self.scheduler is None:
             self.scheduler = build_scheduler(self._scheduler, self.optimizer)  # type: ignore[arg-type]  # not a scheduler, so a function

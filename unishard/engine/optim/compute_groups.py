@@ -15,12 +15,12 @@ from unishard.distributed.nested_optimizers import holds_copies, optimizers_in
 from unishard.distributed.slices import slice_of
 from unishard.errors import ConfigError, Problem
 
-_MAKERS = "precision.keep_fp32 or parallel.expert"
+_MAKERS = "precision.keep_fp32, parallel.expert or parallel.tensor"
 
 
 def separate(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
-    """Move slices (`parallel.expert`) and parameters that stay in fp32 (`precision.keep_fp32`) into groups of their
-    own, with the same options, behind the others.
+    """Move slices (`parallel.expert`, `parallel.tensor`) and parameters that stay in fp32 (`precision.keep_fp32`) into
+    groups of their own, with the same options, behind the others.
 
     The same for every engine, so that optimizers and checkpoints have the same groups. Changes nothing if there are
     none.
@@ -43,15 +43,21 @@ def separate(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) ->
     optimizer.param_groups[:] = [group for _, group, _ in groups]
 
 
-def _parts(group: dict[str, Any]) -> Iterator[tuple[tuple[bool, bool], dict[str, Any], dict[str, Any]]]:
+def _parts(group: dict[str, Any]) -> Iterator[tuple[tuple[bool, int], dict[str, Any], dict[str, Any]]]:
     """What a group is divided into: the kind of its parameters, the group, which is the old one once, and what it
     gets.
     """
-    places: dict[tuple[bool, bool], list[int]] = {}
+    places: dict[tuple[bool, int], list[int]] = {}
     for at, parameter in enumerate(group["params"]):
-        places.setdefault((is_kept(parameter), slice_of(parameter) is not None), []).append(at)
-    for number, kind in enumerate(sorted(places) or [(False, False)]):
+        places.setdefault((is_kept(parameter), _slices(parameter)), []).append(at)
+    for number, kind in enumerate(sorted(places) or [(False, 1)]):
         yield kind, dict(group) if number else group, _only(group, places.get(kind, []))
+
+
+def _slices(parameter: Any) -> int:
+    """Of how many slices it is one: those of as many have the same holders."""
+    part = slice_of(parameter)
+    return 1 if part is None else part.of
 
 
 def _only(group: dict[str, Any], places: list[int]) -> dict[str, Any]:

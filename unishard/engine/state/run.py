@@ -23,6 +23,8 @@ class Run:
     """A run, to take a snapshot of or to restore a checkpoint into."""
 
     training: Training
+    tensor: int
+    """Neighboring ranks that draw the same random numbers, because they have layers together."""
     checkpoint: Checkpoint
     text: Mapping[str, Any]
     """The config, for the manifest."""

@@ -30,7 +30,7 @@ def unsharded(
     for name, parameter in found.items():
         if slice_of(parameter) is not None:
             raise ContractError(
-                f"weights.unsharded: {name} is divided by parallel.expert, and a rank computes with its part only; "
+                f"weights.unsharded: {name} is divided by `parallel`, and a rank computes with its part only; "
                 "read it with engine.weights.read(name)"
             )
     full_names = list(found)

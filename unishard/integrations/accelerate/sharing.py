@@ -30,7 +30,7 @@ class Sharing:
             ConfigError: `parallel.sequence.size` does not divide them.
         """
         state = PartialState()
-        self.size = cfg.parallel.sequence.size
+        self.size = cfg.parallel.sharing
         self._share = data_share_of(cfg, Topology(world_size=state.num_processes, rank=state.process_index))
         self.leads = state.process_index % self.size == 0
         """Whether this rank speaks for its group."""

@@ -87,7 +87,7 @@ class UnishardStrategy(DDPStrategy):  # type: ignore[misc]
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As Lightning's; in the sum of a logged value, ranks that share samples count as one."""
         reduced = super().reduce(tensor, group, reduce_op)
-        sharing = self._cfg.parallel.sequence.size
+        sharing = self._cfg.parallel.sharing
         return reduced / sharing if sharing > 1 and reduce_op == "sum" and group is None else reduced
 
     # -- set-up ------------------------------------------------------------------------------------

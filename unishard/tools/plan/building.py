@@ -81,7 +81,7 @@ class BuiltModel:
         if cfg.quantization.on and self._folder is not None:
             model.requires_grad_(False)
             model.enable_input_require_grads()
-        SlicedModel(model, cfg.parallel, planned_groups(cfg.parallel.expert.size))
+        SlicedModel(model, cfg.parallel, planned_groups)
         return built
 
     def shape(self, cfg: Config) -> ModelShape:

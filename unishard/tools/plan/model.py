@@ -113,6 +113,7 @@ class PlannedModel:
             sharding.replicate,
             cfg.quantization.model_dump(),
             cfg.parallel.expert.size,
+            cfg.parallel.tensor.model_dump(),
         ]
         self._key += [__version__, *map(_version, ("torch", "transformers"))]
 

@@ -20,7 +20,10 @@ class RandomNumbers(Part):
     def __init__(self, run: Run) -> None:
         """Of a run."""
         self._run = run
-        self._prefix = f"{RANDOM}rank{dist.get_rank():05d}."
+        rank = dist.get_rank()
+        self._prefix = f"{RANDOM}rank{rank:05d}."
+        self._first = f"{RANDOM}rank{rank - rank % run.tensor:05d}."
+        """Of the first of the ranks that draw the same, also where others were saved."""
         self._states: dict[str, Tensor] = {}
 
     def saved(self, group: dist.ProcessGroup) -> Saved:
@@ -31,7 +34,7 @@ class RandomNumbers(Part):
     def check(self, source: CheckpointSource) -> None:
         """As in `Part`: a state must fit its generator."""
         if self._run.accumulation is not None and source.same_ranks:
-            self._states = source.full(self._prefix)
+            self._states = source.full(self._first)
             random_state.require_random(self._states, self._run.adapter.device)
 
     def resume(self, source: CheckpointSource, group: dist.ProcessGroup) -> Iterator[str]:
@@ -41,7 +44,7 @@ class RandomNumbers(Part):
         if self._states:
             random_state.restore_random(self._states, self._run.adapter.device)
             return
-        random_state.reseed(self._run.training.seed, source.manifest.step, dist.get_rank())
+        random_state.reseed(self._run.training.seed, source.manifest.step, dist.get_rank() // self._run.tensor)
         saved_by = count_of(source.manifest.world_size, "rank")
         why = "no random state was saved" if source.same_ranks else f"saved by {saved_by}"
         yield f"{why}, so random generators (dropout and others) are seeded from training.seed, step and rank"

@@ -1,0 +1,65 @@
+"""Cuts the experts of a mixture, and puts a dispatch of tokens around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from unishard.distributed.slices import Slice, slice_of
+from unishard.parallel.cutting import cut
+from unishard.parallel.dispatch import Dispatch
+from unishard.parallel.finding import ExpertLayer, find_experts
+from unishard.parallel.groups import Groups
+
+
+class ExpertSlices:
+    """The experts that a rank has."""
+
+    def __init__(self, model: nn.Module, groups: Groups) -> None:
+        """Cut a model.
+
+        Raises:
+            ModelError: It cannot be cut; it is as before.
+        """
+        self._dispatches: list[Dispatch] = []
+        self._full, self._put = ExitStack(), ExitStack()
+        part = Slice(groups.number, groups.size, groups.holders, groups.peers)
+        for experts in find_experts(model, groups.size):
+            self._dispatches.append(dispatch := Dispatch(experts, groups))
+            self._put.callback(_dispatching(dispatch, experts))
+            for name in experts.parameters:
+                parameter = experts.module.get_parameter(name)
+                if slice_of(parameter) is None:  # not tied to another one
+                    self._full.callback(cut(parameter, part))
+
+    def count_gradients(self, *, over_holders: bool) -> None:
+        """As in `SlicedModel`."""
+        for dispatch in self._dispatches:
+            dispatch.factor = 1 / dispatch.groups.size if over_holders else 1.0
+
+    def let_go(self) -> None:
+        """As in `SlicedModel`."""
+        self._full.pop_all()
+
+    def close(self) -> None:
+        """As in `SlicedModel`."""
+        self._full.close()
+        self._put.close()
+
+
+def _dispatching(dispatch: Dispatch, experts: ExpertLayer) -> Callable[[], None]:
+    """Put a dispatch around the forward of experts; returns what undoes it."""
+    module: Any = experts.module
+    own = vars(module).get("forward")
+    module.num_experts, module.forward = dispatch.local, dispatch
+
+    def undo() -> None:
+        module.num_experts = experts.number
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+    return undo
