@@ -35,6 +35,5 @@ def data_share_of(cfg: Config, topology: Topology) -> DataShare:
 
 
 def _fields(cfg: Config) -> str:
-    sections = {"sequence": cfg.parallel.sequence, "tensor": cfg.parallel.tensor}
-    on = [f"parallel.{name}.size" for name, section in sections.items() if section.on]
-    return " x ".join(on or ["parallel.sequence.size"])
+    sizes = {"parallel.sequence.size": cfg.parallel.sequence.size, "parallel.tensor.size": cfg.parallel.tensor.size}
+    return " x ".join(name for name, size in sizes.items() if size > 1)

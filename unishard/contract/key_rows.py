@@ -200,6 +200,21 @@ def rejected(why: str) -> Key:
     return Key(lambda value, document: KeyEffect(Fit.IGNORED, why, rejected_upstream=True), (), Fit.IGNORED, why)
 
 
+def degree(field: str, note: str) -> Key:
+    """A key for the size of groups of ranks, of which 1 is off.
+
+    Args:
+        field: That it sets.
+        note: What is the same, and what is not.
+    """
+
+    def read(value: Any, document: DocumentValues) -> KeyEffect:
+        size = 1 if value is None else integer(1)(value)
+        return left_out("is off") if size == 1 else KeyEffect(Fit.EQUIVALENT, note, {field: size})
+
+    return Key(read, (field,), Fit.EQUIVALENT, note)
+
+
 def refuses(why: str, off: Callable[[Any], bool] | None = None) -> Key:
     """A key for something that unishard does not support.
 

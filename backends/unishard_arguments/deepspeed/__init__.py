@@ -14,13 +14,24 @@ from unishard.contract.fallbacks import rows
 from unishard.contract.render import AUTO, RenderedDocument, render
 from unishard.contract.rules import Fit, Rule
 from unishard.contract.templates import is_placeholder
-from unishard_arguments.deepspeed import batch, experts, offload, optimizer, precision, rest, scheduler, sequence, zero
+from unishard_arguments.deepspeed import (
+    batch,
+    experts,
+    offload,
+    optimizer,
+    precision,
+    rest,
+    scheduler,
+    sequence,
+    tensor,
+    zero,
+)
 from unishard_deepspeed.keys import TAKES
 
 __all__ = ["ARGUMENTS"]
 
 _TOOL = "DeepSpeed 0.19.8"
-_SECTIONS = (batch, precision, zero, offload, optimizer, scheduler, sequence, experts, rest)
+_SECTIONS = (batch, precision, zero, offload, optimizer, scheduler, sequence, experts, tensor, rest)
 _ASSUMING = (batch, precision, zero, optimizer, scheduler)
 """Sections in which DeepSpeed assumes something where a config is silent."""
 _STRICT = ("zero_optimization.", "bf16.", "bfloat16.", "fp16.", "optimizer.params.", "scheduler.params.")

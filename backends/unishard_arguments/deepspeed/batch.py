@@ -13,7 +13,7 @@ from unishard.contract.field_rows import BUFFERS, exact, row
 from unishard.contract.key_rows import integer, number
 from unishard.contract.render import AUTO
 from unishard.contract.rules import SCRIPT, Fit, Rule, approximate, is_, unless
-from unishard_arguments.deepspeed.facts import ARGUMENTS, dropped, quiet, readers, sharing, undecided
+from unishard_arguments.deepspeed.facts import ARGUMENTS, cut, dropped, quiet, readers, sharing, undecided
 from unishard_deepspeed import fields
 
 _TRAIN, _MICRO, _WINDOW = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -70,7 +70,8 @@ def _global(value: Any, document: DocumentValues) -> KeyEffect:
     others = [quiet(integer(1), document.get(key)) for key in (_MICRO, _WINDOW)]
     ranks = readers(document)
     if ranks and all(others) and size != others[0] * others[1] * ranks:
-        product = f"{others[0]} x {others[1]} x {ranks} {'ranks' if sharing(document) == 1 else 'groups of ranks'}"
+        readers_are = "ranks" if sharing(document) == cut(document) == 1 else "groups of ranks"
+        product = f"{others[0]} x {others[1]} x {ranks} {readers_are}"
         raise Unreadable(
             f"must be {_MICRO} x {_WINDOW} x ranks, got {size} for {product}, which DeepSpeed refuses too; correct one"
         )

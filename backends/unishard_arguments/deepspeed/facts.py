@@ -13,6 +13,7 @@ from unishard_deepspeed.keys.values import dtype
 
 ARGUMENTS = "of the TrainingArguments"
 SHARING, DATA_SIZE = "sequence_parallel_size", "data_parallel_size"
+TENSOR = "tensor_parallel.autotp_size"
 """Ranks that share each sample, and groups of those."""
 LEAST_STAGE = {"param": 3, "optimizer": 1}
 """The stage of ZeRO from which on DeepSpeed offloads parameters, and an optimizer."""
@@ -27,13 +28,19 @@ def quiet(convert: Callable[[Any], Any], value: Any, otherwise: Any = None) -> A
 
 
 def sharing(document: DocumentValues) -> int:
-    """How many ranks share each sample."""
+    """How many ranks share each sequence."""
     return int(quiet(integer(1), document.get(SHARING), 1))
+
+
+def cut(document: DocumentValues) -> int:
+    """How many ranks have layers together."""
+    return int(quiet(integer(1), document.get(TENSOR), 1))
 
 
 def readers(document: DocumentValues) -> int | None:
     """How many ranks or groups of them read samples of their own; None where it is not known."""
-    return document.topology.world_size // sharing(document) if document.topology else None
+    together = sharing(document) * cut(document)
+    return document.topology.world_size // together if document.topology else None
 
 
 def dropped(note: str) -> KeyEffect:

@@ -8,7 +8,7 @@ from typing import Any
 
 from unishard.contract.entries import NOTHING, DocumentValues, Key, KeyEffect
 from unishard.contract.field_rows import asked, left_to_script, row, saved_by_script, started_elsewhere
-from unishard.contract.key_rows import boolean, drops, integer, own, refuses
+from unishard.contract.key_rows import boolean, drops, own, refuses
 from unishard.contract.render import AUTO
 from unishard.contract.rules import NO_KEY, Fit, Rule
 from unishard_arguments.deepspeed.facts import device, dropped, may_reach, only, quiet, stage
@@ -93,37 +93,8 @@ def _removed(why: str) -> Key:
     return Key(read, (), Fit.UNSUPPORTED, why)
 
 
-def _size(value: Any) -> bool:
-    """Whether a degree of parallelism is one, which is none."""
-    degrees = list(_degrees(value))
-    return _off(value) or not any(degree > 1 for degree in degrees)
-
-
-def _degrees(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            if str(name).endswith("_size"):
-                yield quiet(integer(), inner, 1)
-            else:
-                yield from _degrees(inner)
-    else:
-        yield quiet(integer(), value, 1)
-
-
-_RANKS = "splits ranks in other ways than data parallelism, which has no field; remove it"
 _COMPILE = "only used by engine.compile() in the script; set compile.mode for torch.compile"
 _LOGS = "only logs and timers"
-
-
-def _tensor_parallel(value: Any, document: DocumentValues) -> KeyEffect:
-    if not _size(value):
-        return KeyEffect(Fit.UNSUPPORTED, _RANKS)
-    unknown = isinstance(value, Mapping) and "enabled" in value
-    return KeyEffect(
-        Fit.IGNORED,
-        "is off" + ("; DeepSpeed 0.19.8 refuses enabled here" if unknown else ""),
-        rejected_upstream=unknown,
-    )
 
 
 def _compile(value: Any, document: DocumentValues) -> KeyEffect:
@@ -143,7 +114,6 @@ KEYS: Mapping[str, Key] = {
         lambda value: str(value).lower() == "mean",
     ),
     "seq_parallel_comm_data_type": drops("a name of older versions; only used with sequence parallelism"),
-    "tensor_parallel": Key(_tensor_parallel, (), Fit.UNSUPPORTED, _RANKS),
     "hybrid_engine": refuses("replaces the engine by one for generation; remove it, and call engine.generate", _off),
     "compile": Key(_compile, (), Fit.IGNORED, _COMPILE),
     "data_efficiency": refuses("drops tokens and samples (random-LTD, curriculum); remove it", _off),

@@ -128,7 +128,7 @@ _SECTIONS: dict[str, Row] = {
     ),
     "sequence_parallel_size": refused("would split samples a second time; write parallel.sequence instead"),
     "data_parallel_size": refused(_PARALLEL, ignored="follows from the number of ranks"),
-    "tensor_parallel": refused(_PARALLEL),
+    "tensor_parallel": refused("would cut layers a second time; write parallel.tensor instead"),
     "expert_parallel": refused("would divide experts a second time; write parallel.expert instead"),
     "use_data_before_expert_parallelism": refused(_PARALLEL, ignored=_WHICH_RANKS),
     "pipeline": refused("needs a PipelineModule; remove it", values.MAPPING, ignored="only used for a PipelineModule"),

@@ -171,16 +171,6 @@ def _compile_regional(value: Any, document: DocumentValues) -> KeyEffect:
     return KeyEffect(fields={"compile.mode": "per_block" if wanted else "full"})
 
 
-def _parallel(name: str) -> Key:
-    """A size above 1 is not supported. None is repeated: sizes are written where groups are, or nowhere."""
-    why = f"{name} parallelism is not supported; train without it and set it to 1"
-
-    def read(value: Any, document: DocumentValues) -> KeyEffect:
-        return KeyEffect(Fit.IGNORED, "is off") if integer(1)(value) == 1 else KeyEffect(Fit.UNSUPPORTED, why)
-
-    return Key(read, (), Fit.UNSUPPORTED, why)
-
-
 def _dropped(why: str, convert: Callable[[Any], Any]) -> Key:
     """A key that is left out, if its value can be read at all."""
 
@@ -261,14 +251,13 @@ KEYS: Mapping[str, Key] = {
     **{name: rejected("only used by SageMaker jobs") for name in _SAGEMAKER},
     **_DYNAMO_KEYS,
     sequence.BLOCK: drops("is empty"),
-    sequence.dotted("tp_size"): _parallel("tensor"),
     **sequence.KEYS,
     "fp8_config": drops("is empty"),
     **_FP8_KEYS,
     "megatron_lm_config": drops("belongs to distributed_type: MEGATRON_LM"),
     **{name: rejected(why) for name, why in _GONE.items()},
     "tp_config": rejected("is empty"),
-    "tp_config.tp_size": _parallel("tensor"),
+    "tp_config.tp_size": sequence.TENSOR,
     "kt_config": refuses(f"{TOOL} refuses a file with this key of the fork accelerate-kt; remove it"),
 }
 """By dotted key. Those below `fsdp_config` and `deepspeed_config` stand in `engines.py`, since the engines say what

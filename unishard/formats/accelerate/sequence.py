@@ -13,7 +13,7 @@ from typing import Any
 from unishard.config.nested import Native
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Read, Unreadable, left_out
 from unishard.contract.field_rows import asked
-from unishard.contract.key_rows import drops, integer, one_of
+from unishard.contract.key_rows import degree, drops, integer, one_of
 from unishard.contract.rules import SCRIPT, Fit, Rule
 from unishard.formats.accelerate.entries import TOOL, kind_of
 
@@ -128,6 +128,10 @@ _NO_EXPERTS = (
     f"{TOOL} does not know this key and ignores it; for experts over ranks write parallel.expert, with which each rank "
     "keeps its own batch"
 )
+TENSOR = degree(
+    "parallel.tensor.size",
+    f"by the plan of the model's class, with which the script loads the model for {TOOL}: the same math",
+)
 _OWN_KERNEL = "attention is computed by torch, whatever kernel the model names: the same math"
 
 KEYS: Mapping[str, Key] = {
@@ -137,6 +141,7 @@ KEYS: Mapping[str, Key] = {
         "cp_backend": _beside("cp", "names the only backend", _only("torch")),
         "cp_comm_strategy": _beside("cp", _GATHERED, _passed_around),
         "sp_size": _size("sp"),
+        "tp_size": TENSOR,
         "sp_backend": _beside("sp", "names the only backend", _only("deepspeed")),
         "sp_seq_length": _beside("sp", _ANY_LENGTH, lambda value, document: left_out(_ANY_LENGTH)),
         "sp_seq_length_is_variable": _beside("sp", _ANY_LENGTH, lambda value, document: left_out(_ANY_LENGTH)),

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, left_out
-from unishard.contract.key_rows import beyond_fields, boolean, drops, integer, one_of, refuses
+from unishard.contract.key_rows import beyond_fields, boolean, degree, drops, integer, one_of, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.hf.loop import DEEPSPEED, off
 from unishard.formats.hf.quantizing import KEYS as QUANTIZED
@@ -94,12 +94,12 @@ _SURELY = 5
 _WHOLE = "layers that are split between ranks are not supported; write 1 and use fsdp or deepspeed"
 _DEGREES: Mapping[str, str] = {
     **each(
-        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
-        "tensor_parallel_size pipeline_parallel_size virtual_pipeline_model_parallel_size",
+        "pipeline_model_parallel_size context_parallel_size pipeline_parallel_size "
+        "virtual_pipeline_model_parallel_size",
         _WHOLE,
     ),
-    **each("expert_model_parallel_size expert_parallel_size", f"{_WHOLE}, with parallel.expert for experts over ranks"),
 }
+_KERNELS = "other kernels and collectives: the same math"
 SHARING, MODE = "sequence_parallel_size", "sequence_parallel_mode"
 _MODES = {"zigzag-ring": "allgather", "ulysses": "ulysses"}
 _PASSED = "keys and values are gathered at once, not passed from rank to rank: the same math, other traffic"
@@ -112,7 +112,7 @@ _SHARDS = "distributed_config tp_plan tp_size"
 def _loaded(value: Any, document: DocumentValues) -> KeyEffect:
     """TRL's arguments of `from_pretrained`."""
     if shards := [name for name in names(_SHARDS) if isinstance(value, Mapping) and not off(value.get(name))]:
-        instead = "write sharding.strategy, and parallel.expert for ep_size"
+        instead = "write sharding.strategy, parallel.tensor for tp_size, parallel.expert for ep_size"
         return KeyEffect(Fit.UNSUPPORTED, f"{shards[0]} shards the model while it is loaded; {instead}")
     return left_out(_LOADS)
 
@@ -148,6 +148,8 @@ DIALECT: Mapping[str, Key] = {
     },
     **QUANTIZED,
     **{name: refuses(why, lambda value: off(value) or str(value) == "1") for name, why in _DEGREES.items()},
+    **dict.fromkeys(("tensor_model_parallel_size", "tensor_parallel_size"), degree("parallel.tensor.size", _KERNELS)),
+    **dict.fromkeys(("expert_model_parallel_size", "expert_parallel_size"), degree("parallel.expert.size", _KERNELS)),
     "model_init_kwargs": beyond_fields(Key(_loaded, (), Fit.IGNORED, _LOADS)),
     SHARING: Key(_shared, ("parallel.sequence.size", "parallel.sequence.method")),
     MODE: Key(_mode, (), Fit.EQUIVALENT, _PASSED),

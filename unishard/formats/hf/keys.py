@@ -9,7 +9,7 @@ from typing import Any
 
 from unishard.config.describe import shown
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
-from unishard.contract.key_rows import listed, refuses
+from unishard.contract.key_rows import degree, listed, refuses
 from unishard.contract.rules import Fit
 from unishard.formats.hf.loop import LOOP, SPLIT, off
 from unishard.formats.hf.optimizing import OPTIMIZER
@@ -45,7 +45,7 @@ IGNORED: Mapping[str, Key] = {
     **_OLDER,
     "load_best_model_at_end": Key(_best, (), Fit.IGNORED, _FILES),
     "dataloader_prefetch_factor": Key(_prefetched, (), Fit.IGNORED, _DATA),
-    "tp_size": refuses("tensor parallelism is not supported; remove it", lambda value: off(value) or value == 1),
+    "tp_size": degree("parallel.tensor.size", "by the plan of the model's class: the same math"),
 }
 
 ENGINES = ("fsdp", "fsdp_config", "deepspeed")

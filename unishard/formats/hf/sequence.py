@@ -1,4 +1,5 @@
-"""`parallelism_config` of TrainingArguments: ranks that share sequences (transformers 5.23, accelerate 1.15.0).
+"""`parallelism_config` of TrainingArguments: ranks that share sequences or layers (transformers 5.23, accelerate
+1.15.0).
 
 It is an object, `ParallelismConfig(...)`, in a script; a file has its arguments as a mapping, which only scripts that
 build the object take.
@@ -20,11 +21,11 @@ NO_EXPERTS = "which Accelerate 1.15.0 does not know; write parallel.expert, with
 _AXES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 _OTHERS = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
 _METHODS = {"cp_size": "allgather", "sp_size": "ulysses"}
-_FIELDS = ("parallel.sequence.size", "parallel.sequence.method")
+_FIELDS = ("parallel.sequence.size", "parallel.sequence.method", "parallel.tensor.size")
 
 
 def sharing_of(value: Any, ranks: int | None) -> Mapping[str, Any]:
-    """The fields of the config that a `ParallelismConfig` says; none where ranks share no samples.
+    """The fields of the config that a `ParallelismConfig` says; none where ranks share nothing.
 
     Args:
         value: Its arguments, by name.
@@ -42,8 +43,6 @@ def sharing_of(value: Any, ranks: int | None) -> Mapping[str, Any]:
     if unknown := [name for name in value if name not in (*_AXES, *_OTHERS)]:
         raise Unreadable(f"must have no key {shown(unknown[0])}, which Accelerate 1.15.0 does not know; remove it")
     sizes = {name: 1 if value.get(name) is None else integer(1)(value[name]) for name in _AXES}
-    if sizes["tp_size"] > 1:
-        raise Unreadable("must have tp_size 1: tensor parallelism is not supported; train without it")
     on = [name for name in _METHODS if sizes[name] > 1]
     if len(on) > 1:
         raise Unreadable("must have only one of cp_size and sp_size above 1, as in Accelerate; set the other to 1")
@@ -51,13 +50,14 @@ def sharing_of(value: Any, ranks: int | None) -> Mapping[str, Any]:
         raise Unreadable(
             "must have no groups of replicas here: set sharding.strategy to hybrid_shard and sharding.group_size"
         )
+    cut = {"parallel.tensor.size": sizes["tp_size"]} if sizes["tp_size"] > 1 else {}
     if not on:
-        return {}
+        return cut
     if ranks is not None and math.prod(sizes.values()) != ranks:
         raise Unreadable(
             f"must multiply to the {ranks} ranks that there are, got {math.prod(sizes.values())}; set dp_shard_size"
         )
-    return {"parallel.sequence.size": sizes[on[0]], "parallel.sequence.method": _METHODS[on[0]]}
+    return cut | {"parallel.sequence.size": sizes[on[0]], "parallel.sequence.method": _METHODS[on[0]]}
 
 
 def _read(value: Any, document: DocumentValues) -> KeyEffect:
@@ -67,4 +67,4 @@ def _read(value: Any, document: DocumentValues) -> KeyEffect:
     return KeyEffect(fields=fields) if fields else left_out("all ranks share one copy, as without it")
 
 
-KEYS: Mapping[str, Key] = {NAME: Key(_read, _FIELDS, Fit.EXACT, "cp_size and sp_size")}
+KEYS: Mapping[str, Key] = {NAME: Key(_read, _FIELDS, Fit.EXACT, "cp_size, sp_size and tp_size")}
