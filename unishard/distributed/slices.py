@@ -84,3 +84,9 @@ def of_full(parameter: Tensor, shard: Shard) -> Shard:
     start = part.number * shard.shape.numel() + shard.interval.start
     group = part.peers if shard.group is None else dist.group.WORLD
     return Shard(part.full_shape(shard.shape), shard.values.reshape(-1), start, group, part.order)
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """Of the full tensor."""
+    part = slice_of(parameter)
+    return parameter.shape if part is None else part.full_shape(parameter.shape)

@@ -94,7 +94,7 @@ class Dispatch:
         inputs = reach(inputs, [getattr(module, name) for name in names])  # also without tokens
         if not len(inputs):
             return inputs
-        with seen_as(module, partial(scale_gradient, factor=self.factor), names):
+        with seen_as(module, dict.fromkeys(names, partial(scale_gradient, factor=self.factor))):
             return self._own(inputs, numbers, torch.ones_like(numbers, dtype=inputs.dtype))
 
     @torch.no_grad()

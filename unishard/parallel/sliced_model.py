@@ -11,6 +11,7 @@ from torch import nn
 from unishard.config import Parallel
 from unishard.parallel.expert_slices import ExpertSlices
 from unishard.parallel.groups import Groups, make_groups
+from unishard.parallel.tensor import TensorSlices
 
 
 class _Slices(Protocol):
@@ -42,6 +43,8 @@ class SlicedModel:
             on_error.callback(self.close)
             if section.expert.on:
                 self._slices.append(ExpertSlices(model, groups_of(section.expert.size)))
+            if section.tensor.on:
+                self._slices.append(TensorSlices(model, section.tensor.plan, groups_of(section.tensor.size)))
             on_error.pop_all()
 
     @property

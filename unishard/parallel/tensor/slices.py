@@ -1,0 +1,97 @@
+"""A model of which each rank has slices of the weights, until it is closed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from torch import nn
+
+from unishard.distributed.slices import slice_of
+from unishard.errors import ModelError
+from unishard.parallel.groups import Groups
+from unishard.parallel.tensor.cutter import Cutter
+from unishard.parallel.tensor.heads import Heads
+from unishard.parallel.tensor.plan import rules_of, styled
+from unishard.parallel.tensor.styles import MODULES, PARAMETERS, Target, style_tied
+
+
+class TensorSlices:
+    """What a rank has of a model."""
+
+    def __init__(self, model: nn.Module, plan: Literal["auto"] | Mapping[str, str], groups: Groups) -> None:
+        """Cut a model.
+
+        Args:
+            model: Not sharded yet.
+            plan: Styles by names of modules and parameters, `*` for a number; `auto` for the model's own.
+            groups: Of this rank.
+
+        Raises:
+            ModelError: It cannot be cut; it is as before.
+        """
+        self._model, self._modules = model, dict(model.named_modules())
+        self._cutter = Cutter(self._modules, groups)
+        self._heads = Heads(self._cutter, self._modules)
+        try:
+            self._cut(styled(rules_of(model, plan), self._names(), all_match=plan != "auto"))
+        except BaseException:
+            self.close()
+            raise
+
+    def _names(self) -> Iterator[str]:
+        yield from self._modules
+        yield from (name for name, _ in self._model.named_parameters(remove_duplicate=False))
+
+    def _cut(self, styles: dict[str, str]) -> None:
+        for name, style in styles.items():
+            known = MODULES if name in self._modules else PARAMETERS
+            if style not in known:
+                raise ModelError(
+                    f"parallel.tensor.plan: the style {style} of {name} is not supported there; write one of "
+                    f"{', '.join(sorted(known))}"
+                )
+            if name in self._modules:
+                for each in _in_use(self._modules[name]):
+                    MODULES[style](self._target(name, each))
+            else:
+                self._cut_parameter(name, style)
+        for name, module in self._modules.items():
+            if module not in self._cutter.slices and any(map(slice_of, module.parameters(recurse=False))):
+                style_tied(self._target(name, module))
+        if not self._cutter.slices:
+            raise ModelError(
+                f"parallel.tensor: the plan cuts nothing of {type(self._model).__name__} over "
+                f"{self._cutter.groups.size} ranks; write parallel.tensor.plan, or choose another size"
+            )
+
+    def _cut_parameter(self, name: str, style: str) -> None:
+        owner, _, own = name.rpartition(".")
+        PARAMETERS[style](self._cutter, self._modules[owner], own)
+
+    def _target(self, name: str, module: nn.Module) -> Target:
+        parent = self._modules.get(name.rpartition(".")[0])
+        return Target(self._cutter, self._heads, name, module, parent)
+
+    def count_gradients(self, *, over_holders: bool) -> None:
+        """Multiply the gradients of slices so that what the engine makes of them is the mean over all ranks.
+
+        Args:
+            over_holders: Whether it averages them over their holders; if not, it divides their sum by all ranks.
+        """
+        self._cutter.factor = 1.0 if over_holders else float(self._cutter.groups.size)
+
+    def let_go(self) -> None:
+        """Keep no full tensors any more: the engine is about to shard what is left."""
+        self._cutter.full.pop_all()
+
+    def close(self) -> None:
+        """Leave the modules as they were, and the tensors that were not let go."""
+        self._cutter.full.close()
+        self._cutter.put.close()
+
+
+def _in_use(module: Any) -> list[nn.Module]:
+    """A module, or those that peft's wrapper passes its calls to."""
+    copies = getattr(module, "modules_to_save", None)
+    return [module.original_module, *copies.values()] if isinstance(copies, nn.ModuleDict) else [module]
