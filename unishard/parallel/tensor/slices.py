@@ -31,6 +31,8 @@ class TensorSlices:
             ModelError: It cannot be cut; it is as before.
         """
         self._model, self._modules = model, dict(model.named_modules())
+        self._experts = {module for module in self._modules.values() if _has_slices(module)}
+        """Those that are divided whole, by `parallel.expert`."""
         self._cutter = Cutter(self._modules, groups)
         self._heads = Heads(self._cutter, self._modules)
         try:
@@ -45,6 +47,8 @@ class TensorSlices:
 
     def _cut(self, styles: dict[str, str]) -> None:
         for name, style in styles.items():
+            if self._owner(name) in self._experts:
+                continue
             known = MODULES if name in self._modules else PARAMETERS
             if style not in known:
                 raise ModelError(
@@ -57,13 +61,17 @@ class TensorSlices:
             else:
                 self._cut_parameter(name, style)
         for name, module in self._modules.items():
-            if module not in self._cutter.slices and any(map(slice_of, module.parameters(recurse=False))):
+            if module not in self._cutter.slices and module not in self._experts and _has_slices(module):
                 style_tied(self._target(name, module))
         if not self._cutter.slices:
             raise ModelError(
                 f"parallel.tensor: the plan cuts nothing of {type(self._model).__name__} over "
                 f"{self._cutter.groups.size} ranks; write parallel.tensor.plan, or choose another size"
             )
+
+    def _owner(self, name: str) -> nn.Module:
+        """The module of a name, or with the parameter of a name."""
+        return self._modules[name if name in self._modules else name.rpartition(".")[0]]
 
     def _cut_parameter(self, name: str, style: str) -> None:
         owner, _, own = name.rpartition(".")
@@ -89,6 +97,10 @@ class TensorSlices:
         """Leave the modules as they were, and the tensors that were not let go."""
         self._cutter.full.close()
         self._cutter.put.close()
+
+
+def _has_slices(module: nn.Module) -> bool:
+    return any(map(slice_of, module.parameters(recurse=False)))
 
 
 def _in_use(module: Any) -> list[nn.Module]:
