@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Communication, Config, expect_config
 from unishard.config.loading import launched
+from unishard.config.shard_groups import check_groups
 from unishard.config.topology import Topology
 from unishard.contract.adapter import ShardedModel
 from unishard.contract.backend import OptimizerFactory
@@ -110,6 +111,7 @@ def prepare(
         _free_closed_engines()
         allow_forwards(model)
         adopt(model)
+        check_groups(cfg, topology)
         with ExitStack() as on_error:
             sliced = SlicedModel(model, cfg.parallel)
             on_error.callback(sliced.close)
