@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import in_ranks, refused
+from harness import in_ranks, my_rank, refused
 from tensor_models import FAMILIES, PLAN, build
 from torch import nn
 
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_whole_model(name):
         ("own", "out=rowwise qkv.*=rowwise", "qkv.* names no module"),
         ("own", "norm=colwise", "cuts norm, which is LayerNorm and no nn.Linear"),
         ("own", "norm=replicate", "the plan cuts nothing of Own over 2 ranks"),
-        ("own", "embed=embedding_colwise head=colwise_gather_output", "embed.weight in two ways, as it is tied"),
+        ("own", "embed=embedding_colwise head=colwise_gather_output", "head.weight in two ways, as it is tied"),
         ("lora, dora", "auto", "q_proj, whose adapter (Linear) is not plain LoRA"),
         (
             "three heads",
@@ -106,3 +106,22 @@ def test_what_cannot_be_cut_is_refused_by_name(name, plan, expected):
     assert expected in message
     assert before == {key: (value.shape, value.data_ptr()) for key, value in model.named_parameters()}
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@in_ranks(
+    cells=(
+        (
+            "scale",
+            "scale has whole weights, and gets another input on each rank, so each has a part of their gradients",
+        ),
+        ("batches", "ranks of a group called Own with different inputs; give neighboring ranks the same batches"),
+    )
+)
+def test_the_first_forward_proves_the_plan(what, expected):
+    model, plan = build("own"), {name: style for name, style in PLAN.items() if name != what}
+    TensorSlices(model, plan, groups())
+    with torch.no_grad():  # nothing is trained
+        loss_of(model)
+    batch = tokens(my_rank() if what == "batches" else 0)
+    assert expected in refused(model, input_ids=batch, labels=batch)
+    assert not any(module._forward_pre_hooks for module in model.modules())

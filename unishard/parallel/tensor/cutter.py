@@ -71,6 +71,11 @@ class Cutter:
         """Say that a module has whole parameters, of whose gradients each rank has a part."""
         self.see(module, {name: self.part_of_gradient for name, _ in module.named_parameters(recurse=False)})
 
+    def uses_whole(self, module: nn.Module) -> bool:
+        """Whether a module has whole parameters of which nothing was said."""
+        own = [*module.parameters(recurse=False)]
+        return bool(own) and module not in self._changes and not any(map(slice_of, own))
+
     def part_of_gradient(self, parameter: Tensor) -> Tensor:
         """A whole parameter, of whose gradient each rank has a part: the mean over ranks is then their sum."""
         return scale_gradient(parameter, self.groups.size)

@@ -13,6 +13,7 @@ from unishard.parallel.groups import Groups
 from unishard.parallel.tensor.cutter import Cutter
 from unishard.parallel.tensor.heads import Heads
 from unishard.parallel.tensor.plan import rules_of, styled
+from unishard.parallel.tensor.proof import FirstForward
 from unishard.parallel.tensor.styles import MODULES, PARAMETERS, Target, style_tied
 
 
@@ -37,6 +38,7 @@ class TensorSlices:
         self._heads = Heads(self._cutter, self._modules)
         try:
             self._cut(styled(rules_of(model, plan), self._names(), all_match=plan != "auto"))
+            self._watch(groups)
         except BaseException:
             self.close()
             raise
@@ -72,6 +74,11 @@ class TensorSlices:
     def _owner(self, name: str) -> nn.Module:
         """The module of a name, or with the parameter of a name."""
         return self._modules[name if name in self._modules else name.rpartition(".")[0]]
+
+    def _watch(self, groups: Groups) -> None:
+        if groups.peers is not None:
+            whole = {name: each for name, each in self._modules.items() if name and self._cutter.uses_whole(each)}
+            self._cutter.put.callback(FirstForward(self._model, whole, groups.peers).close)
 
     def _cut_parameter(self, name: str, style: str) -> None:
         owner, _, own = name.rpartition(".")
