@@ -31,7 +31,8 @@ class TensorSlices:
         Raises:
             ModelError: It cannot be cut; it is as before.
         """
-        self._model, self._modules = model, dict(model.named_modules())
+        self._model = model
+        self._modules: dict[str, nn.Module] = dict(model.named_modules())
         self._experts = {module for module in self._modules.values() if _has_slices(module)}
         """Those that are divided whole, by `parallel.expert`."""
         self._cutter = Cutter(self._modules, groups)
