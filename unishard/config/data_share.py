@@ -30,10 +30,11 @@ def data_share_of(cfg: Config, topology: Topology) -> DataShare:
         ConfigError: The ranks that share samples do not divide all ranks.
     """
     size = cfg.parallel.sharing
-    require_divides(_fields(cfg), size, topology)
+    require_divides(shared_by(cfg.parallel.sequence.size, cfg.parallel.tensor.size), size, topology)
     return DataShare(topology.rank // size, topology.world_size // size)
 
 
-def _fields(cfg: Config) -> str:
-    sizes = {"parallel.sequence.size": cfg.parallel.sequence.size, "parallel.tensor.size": cfg.parallel.tensor.size}
+def shared_by(sequence: int, tensor: int) -> str:
+    """The fields by which ranks share samples, from their sizes."""
+    sizes = {"parallel.sequence.size": sequence, "parallel.tensor.size": tensor}
     return " x ".join(name for name, size in sizes.items() if size > 1)

@@ -165,6 +165,10 @@ class ObserveSpec:
     """Optimizer steps of the training, if that is known."""
     compute: str
     """`precision.compute`, in which a device has its peak."""
+    tensor: int
+    """Ranks that count the same tokens: `parallel.tensor.size`."""
+    sequence: int
+    """Ranks that count parts of the same samples: `parallel.sequence.size`."""
     text: ConfigText
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 
+import torch
 from torch import nn
 
+from unishard.config.data_share import shared_by
 from unishard.contract.plan import RunPlan
+from unishard.data.batches import to_device
+from unishard.data.shared_samples import SharedSamples
 from unishard.logits.forward import ChunkedForward
 from unishard.parallel.sliced_model import SlicedModel
 from unishard.sequence.split_sequences import SplitSequences
@@ -30,6 +35,13 @@ class AroundForward:
         """
         chunk_tokens = None if plan.optimizer is None else plan.loop.loss_chunk_tokens
         self.sequences: SplitSequences | None = None
+        self.samples = self.calls = None
+        if plan.data_share.of < plan.topology.world_size:
+            self.samples = SharedSamples(
+                plan.topology.world_size // plan.data_share.of, shared_by(plan.sequence.size, plan.tensor)
+            )
+        if plan.tensor > 1:
+            self.calls = SharedSamples(plan.tensor, "parallel.tensor.size")
         with ExitStack() as put:
             put.callback(sliced.close)
             if chunk_tokens is not None:
@@ -38,6 +50,16 @@ class AroundForward:
                 self.sequences = SplitSequences(model, plan.sequence, plan.tensor)
                 put.callback(self.sequences.close)
             self._put = put.pop_all()
+
+    def place(self, batch: Any, device: torch.device) -> Any:
+        """What this rank gets of a batch, on its device. Collective among ranks that share samples.
+
+        Raises:
+            DataError: They have read different ones, or these cannot be split.
+        """
+        if self.samples is not None:
+            self.samples.require(batch)
+        return to_device(batch, device) if self.sequences is None else self.sequences.place(batch, device)
 
     def close(self) -> None:
         """Leave the model as it was."""

@@ -77,11 +77,13 @@ class Engine(OtherNames, Process):
         if updates is not None:
             self._observers = observers_of(plan.observe, updates, order.place, ExpectedMemory(plan.memory))
         self._buffers = Buffers(plan.loop.buffers, adapter, order)
-        self._evaluation = Evaluation(adapter, order, self._buffers, sequences, trains=updates is not None)
+        self._evaluation = Evaluation(
+            adapter, order, self._buffers, around, plan.data_share, trains=updates is not None
+        )
         self._batching = Batching(
             plan.loop,
             plan.data_share,
-            to_device if sequences is None else sequences.place,
+            around.place,
             module,
             adapter.device,
             order,
@@ -89,7 +91,7 @@ class Engine(OtherNames, Process):
             self._observers,
             warn,
         )
-        self._unshared_data = UnsharedData(lambda: self._batching.training.open, order.place, warn)
+        self._unshared_data = UnsharedData(lambda: self._batching.training.open, order.place, warn, plan.tensor)
         trainable, tensors = Trainable(module), StateTensors(adapter)
         self._accumulation: Accumulation | None = None
         shown: Shown = {}

@@ -202,7 +202,15 @@ def text_of(cfg: Config) -> ConfigText:
 
 def observe_spec(cfg: Config, text: ConfigText) -> ObserveSpec:
     """What is measured, traced and written."""
-    return ObserveSpec(cfg.logging, cfg.profile, cfg.scheduler.total_steps, cfg.precision.compute, text)
+    return ObserveSpec(
+        cfg.logging,
+        cfg.profile,
+        cfg.scheduler.total_steps,
+        cfg.precision.compute,
+        cfg.parallel.tensor.size,
+        cfg.parallel.sequence.size,
+        text,
+    )
 
 
 def _memory(backend: Backend, shape: ModelShape, cfg: Config, topology: Topology) -> MemorySpec:

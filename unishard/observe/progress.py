@@ -14,7 +14,6 @@ from weakref import WeakSet
 
 import rich.progress as bars
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Column
 from torch import Tensor
@@ -44,7 +43,7 @@ class Progress(Observer):
 
     Recording takes microseconds and never waits for the device; only displaying does (it reads loss and norm), at most
     four times a second. The loss is this rank's, averaged over the accumulation window; throughput is this rank's times
-    the number of ranks.
+    the number of ranks that read samples of their own.
     """
 
     def __init__(
@@ -54,6 +53,7 @@ class Progress(Observer):
         device: torch.device,
         *,
         drop: bool,
+        readers: int = 1,
         console: Console | None = None,
     ) -> None:
         """Start the display.
@@ -63,12 +63,13 @@ class Progress(Observer):
             window_length: Micro-batches per optimizer step.
             device: The device whose memory is shown; for a CPU, the memory of this process.
             drop: Whether an incomplete last window is dropped.
+            readers: Ranks, or groups of them that share samples.
             console: Where to print; default: standard error.
         """
         batches = length_of(loader)
         self._total = None if batches is None else batches // window_length if drop else -(-batches // window_length)
         self._device = device
-        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._readers = readers
         self._unit = "tokens"
         self._units_seen = 0
         self._updates = 0
@@ -93,7 +94,7 @@ class Progress(Observer):
         """Record a micro-batch that was read."""
         tensor, self._unit = _measured(batch)
         if tensor is not None:
-            self._units_seen += self._ranks * (
+            self._units_seen += self._readers * (
                 tensor.numel() if self._unit == "tokens" else len(tensor) if tensor.ndim else 1
             )
 

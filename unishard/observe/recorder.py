@@ -55,6 +55,7 @@ class MetricsRecorder(Observer):
         """
         self._sent: int | Callable[[], int] = sent
         self._every = spec.logging.every_steps
+        self._tensor, self._sequence = spec.tensor, spec.sequence
         self._order = order
         self._device = adapter.device
         self._main = dist.get_rank() == 0
@@ -129,6 +130,8 @@ class MetricsRecorder(Observer):
             dist.all_reduce(sums, group=group)
             dist.all_reduce(memory, dist.ReduceOp.MAX, group=group)
         loss, count, samples, tokens, pairs = sums.tolist()
+        samples, tokens = samples / self._tensor / self._sequence, tokens / self._tensor
+        pairs *= self._sequence / self._tensor  # a part of the tokens, and of the length
         values = {"loss": loss / count if count else float("nan")}
         if step.grad_norm is not None:
             values["grad_norm"] = step.grad_norm

@@ -7,15 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from unishard.config import SequenceParallel
 from unishard.data.batches import to_device
-from unishard.data.digest import of_value
-from unishard.distributed import agreement
 from unishard.distributed.nested_tensors import replace_tensors, tensors_in
-from unishard.errors import ContractError, DataError, ModelError, UnishardError
+from unishard.errors import ContractError, ModelError, UnishardError
 from unishard.failures.endings import is_lost_connection
 from unishard.sequence.batches import BatchSplitter
 from unishard.sequence.exchange import gather_plain
@@ -65,9 +62,8 @@ class SplitSequences:
         """This rank's part of a batch, on its device. Collective in the group.
 
         Raises:
-            DataError: The batch has no sequence, or the ranks of the group have read different ones.
+            DataError: The batch has no sequence.
         """
-        self._require_same(batch)
         split, own = self._splitter.split(batch), {id(tensor) for tensor in tensors_in(batch)}
         result = to_device(split, device)
         pairs = zip(tensors_in(split), tensors_in(result), strict=True)
@@ -173,15 +169,6 @@ class SplitSequences:
     def close(self) -> None:
         """Leave the model as it was."""
         self.forward.close()
-
-    def _require_same(self, batch: Any) -> None:
-        if not agreement.equal(of_value(list(tensors_in(batch))), self.group.hosts):
-            ranks = ", ".join(map(str, dist.get_process_group_ranks(self.group.hosts)))
-            raise DataError(
-                f"ranks {ranks} share each sample (parallel.sequence.size is {self.group.size}), but have read "
-                "different ones; use unishard.dataloader(dataset, cfg), or let the ranks of a group read the same "
-                "share: rank // size of world_size // size"
-            )
 
 
 class _Whole(torch.autograd.Function):

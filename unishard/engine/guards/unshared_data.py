@@ -27,14 +27,16 @@ class UnsharedData(Guard):
 
     looks = Looks.AT_UPDATES
 
-    def __init__(self, in_loop: Callable[[], bool], place: LoopPlace, warn: Callable[[str], None]) -> None:
+    def __init__(self, in_loop: Callable[[], bool], place: LoopPlace, warn: Callable[[str], None], tensor: int) -> None:
         """Look at nothing yet.
 
         Args:
             in_loop: Whether a loop over a training loader runs.
             place: Where the loop is.
             warn: Says something on rank 0, once.
+            tensor: Neighboring ranks that must train on the same.
         """
+        self._tensor = tensor
         self._in_loop, self._place, self._warn = in_loop, place, warn
         self._read = ShareLoader.unfollowed
         self._fresh = self._compared = self._same = 0
@@ -64,7 +66,7 @@ class UnsharedData(Guard):
         if dist.get_world_size() == 1 or self._compared == _ENOUGH:
             return
         self._compared += 1
-        same = ranks_with_same(inputs)
+        same = ranks_with_same(inputs, self._tensor)
         self._same += same is not None
         if same is not None and self._same == _ENOUGH:
             self._warn(

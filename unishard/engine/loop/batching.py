@@ -53,7 +53,7 @@ class Batching:
         self._evaluation = evaluation
         self._observers = observers
         self._warn = warn
-        self._place = place
+        self._place, self._readers = place, share.of
         self._checks = LoaderChecks(training, warn, sharing=dist.get_world_size() // share.of)
         self.training = TrainingPasses(order.place, warn, share)
         """The passes in training mode, and the position in the data."""
@@ -112,7 +112,11 @@ class Batching:
             source = reading.reading
         if reading is not None and (left := length_of(source)) is not None:
             reading.length = left - left % length if drop and lengths is None else left
-        bar = Progress(source, length, self._device, drop=drop) if progress and dist.get_rank() == 0 else None
+        bar = (
+            Progress(source, length, self._device, drop=drop, readers=self._readers)
+            if progress and dist.get_rank() == 0
+            else None
+        )
         outer = self._observers.show(bar)
         empty = True
         try:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unishard.config.data_share import DataShare
 from unishard.contract.adapter import ShardedModel
 from unishard.data.batches import to_device
 from unishard.data.loader import ShareLoader
 from unishard.data.sampler import ShareSampler
 from unishard.distributed.nested_tensors import tensors_in
+from unishard.engine.around_forward import AroundForward
 from unishard.engine.guards.inference_mode import as_no_grad, without_inference_mode
 from unishard.engine.loop.buffers import Buffers
 from unishard.engine.loop.call_order import CallOrder
@@ -23,7 +25,6 @@ from unishard.engine.loop.gathered_results import describe, gather, has_rows
 from unishard.engine.loop.lockstep import Call, Lockstep
 from unishard.errors import ContractError
 from unishard.failures.endings import explain_lost_connections
-from unishard.sequence.split_sequences import SplitSequences
 
 _NO_GRAPH = "does not require grad and does not have a grad_fn"
 """In torch's error for a gradient of a tensor without a graph (torch 2.13, csrc/autograd/autograd.cpp)."""
@@ -37,14 +38,16 @@ class Evaluation:
         adapter: ShardedModel,
         order: CallOrder,
         buffers: Buffers,
-        sequences: SplitSequences | None,
+        around: AroundForward,
+        share: DataShare,
         *,
         trains: bool,
     ) -> None:
         self._adapter = adapter
         self._order = order
         self._buffers = buffers
-        self._sequences = sequences
+        self._sequences, self._calls = around.sequences, around.calls
+        self._sharing = dist.get_world_size() // share.of
         self._trains = trains
         self.lockstep_open: Lockstep | None = None
         """Set inside a `lockstep` block."""
@@ -110,10 +113,9 @@ class Evaluation:
         """Gather what all ranks computed for a batch, in dataset order."""
         description = describe(data, padded=pad is not None)
         self._order.ranks.check_now("gather_for_metrics", f", {description}")
-        sharing = 1
         if self._sequences is not None:
-            data, sharing = self._sequences.joined(data), self._sequences.group.size
-        gathered = gather(data, self._adapter.device, pad, self._tail, sharing)
+            data = self._sequences.joined(data)
+        gathered = gather(data, self._adapter.device, pad, self._tail, self._sharing)
         loader = ShareLoader.last_unfollowed and ShareLoader.last_unfollowed()
         if self._tail is None and loader and loader.at_repeated and has_rows(gathered, loader.round):
             raise ContractError(
@@ -125,6 +127,8 @@ class Evaluation:
 
     def run(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward or `generate` without a graph. Collective."""
+        if self._calls is not None:
+            self._calls.require((args, kwargs))
         if self.lockstep_open is None:
             self._buffers.equalize_for_evaluation(kind)
             self._order.ranks.check_sampled(kind)

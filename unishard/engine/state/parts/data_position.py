@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -90,5 +91,7 @@ class DataPosition(Part):
 
 def sharing_of(config: Mapping[str, Any] | None, world_size: int) -> int:
     """The neighboring ranks of a run that share each sample, and so have the same position in the data."""
-    size = (config or {}).get("parallel", {}).get("sequence", {}).get("size", 1)
-    return size if isinstance(size, int) and size > 0 and world_size % size == 0 else 1
+    sections = (config or {}).get("parallel", {})
+    sizes = [sections.get(name, {}).get("size", 1) for name in ("sequence", "tensor")]
+    known = all(isinstance(size, int) and size > 0 for size in sizes)
+    return size if known and world_size % (size := math.prod(sizes)) == 0 else 1
