@@ -1,0 +1,169 @@
+"""Layers over ranks: each rank has a part of every weight, and training is that of plain torch with all."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from harness import BACKENDS, config, in_ranks, my_rank, refused
+from sliced_training import SAMPLES, STRATEGIES, WINDOW, compared, loss_of, plainly, tokens, trained
+from tensor_models import PLAN, build
+
+import unishard
+from unishard.parallel.tensor import cutter
+
+LAYER = "model.layers.0"
+COLUMNS = f"{LAYER}.mlp.down_proj.weight"
+
+
+def configured(backend: str, strategy: str = "full_shard", size: int = 2, **sections: Any) -> Any:
+    training = {"micro_batch_size": SAMPLES, "gradient_accumulation_steps": WINDOW, "gradient_clipping": 0.3}
+    return config(backend, strategy, **{"training": training, "parallel": {"tensor": size}} | sections)
+
+
+@in_ranks(
+    cells=(
+        *((backend, strategy, "tied") for backend in BACKENDS for strategy in (*STRATEGIES, "shard_optimizer")),
+        *((backend, STRATEGIES[at], "qwen3, one key head") for at, backend in enumerate(BACKENDS)),
+        *((backend, STRATEGIES[at], "biased") for at, backend in enumerate(BACKENDS[::-1])),
+        *((backend, "full_shard", "mixtral") for backend in BACKENDS),
+    )
+)
+def test_training_is_that_of_plain_torch(backend, strategy, name):
+    compared(configured(backend, strategy), build, name)
+
+
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+def test_an_own_model_trains_by_its_plan(backend):
+    """Packed weights, a norm of single heads, and a head that shares the embedding's weight."""
+    compared(configured(backend, parallel={"tensor": {"size": 2, "plan": PLAN}}), build, "own")
+
+
+@in_ranks(
+    cells=(
+        ("fsdp", "full_shard", "precision=bf16"),
+        ("deepspeed", "shard_grad_op", "precision=bf16"),
+        ("fsdp", "shard_grad_op", "activation_checkpointing=full"),
+        ("deepspeed", "full_shard", "offload.optimizer=cpu"),
+        ("deepspeed", "full_shard", "compile={mode: per_block, backend: aot_eager}"),
+        ("fsdp", "full_shard", "training.loss_chunk_tokens=5"),
+    )
+)
+def test_beside_other_fields(backend, strategy, field):
+    compared(configured(backend, strategy).override(field), build, "llama")
+
+
+@in_ranks(
+    world=4,
+    cells=(
+        ("fsdp", "full_shard", "llama", "tensor=2"),
+        ("deepspeed", "full_shard", "llama", "tensor=2"),
+        ("deepspeed", "shard_grad_op", "one key head", "tensor=4"),
+        ("fsdp", "shard_optimizer", "llama", "tensor=2 sequence=2"),
+        ("deepspeed", "full_shard", "llama", "tensor=2 sequence=2"),
+        ("fsdp", "full_shard", "qwen3moe", "tensor=2 expert=4"),
+        ("deepspeed", "shard_grad_op", "qwen3moe", "tensor=2 expert=2"),
+    ),
+)
+def test_four_ranks(backend, strategy, name, parallel):
+    """Ranks with the same part, and other keys: neighbors have layers together, then sequences."""
+    sizes = dict(each.split("=") for each in parallel.split())
+    sections = {key: int(size) for key, size in sizes.items()}
+    compared(configured(backend, strategy, parallel=sections), build, name)
+
+
+@in_ranks(cells=tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES))
+def test_a_checkpoint_resumes_with_any_size_on_any_engine(backend, strategy, root):
+    """Weights and optimizer state bit for bit; the further updates are those of a run without a stop."""
+    other = BACKENDS[backend == BACKENDS[0]]
+    with unishard.prepare(build("tied"), configured(backend, strategy)) as engine:
+        trained(engine, 1, updates=1)
+        engine.weights.average(0.5)
+        saved = engine.save(root)
+        weights = engine.weights.state_dict(all_ranks=True)
+        going_on = trained(engine, 1, first=1, updates=2)
+    for resumed, size in ((backend, 1), (other, 2), (other, 1)):
+        cfg = configured(resumed, STRATEGIES[strategy == STRATEGIES[0]], size)
+        with unishard.prepare(build("tied"), cfg, reseed=False) as engine:
+            engine.load(saved, verify="bits")
+            own = engine.weights.state_dict(all_ranks=True)
+            assert all(torch.equal(own[name], value) for name, value in weights.items())
+            if size == 2:
+                curve = trained(engine, 1, first=1, updates=2)
+                assert curve.losses == pytest.approx(going_on.losses, rel=1e-6)
+                assert curve.norms == pytest.approx(going_on.norms, rel=1e-6)
+
+
+@in_ranks(cells=tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES))
+def test_whole_weights_and_gradients(backend, strategy, root):
+    """Whoever reads or writes a weight sees all of it."""
+    model, batch = build("llama"), tokens(0)
+    loss_of(model(input_ids=batch, labels=batch)).backward()
+    plain = dict(model.named_parameters())
+    cfg = configured(backend, strategy).override("training.gradient_accumulation_steps=1")
+    with unishard.prepare(build("llama"), cfg) as engine:
+        streamed = {name: value.clone() for name, value in engine.weights.stream(names="model")}
+        engine.backward(loss_of(engine(input_ids=batch, labels=batch)))
+        gradient = engine.gradients.read(COLUMNS)
+        engine.discard()
+        message = refused(lambda: engine.weights.unsharded([COLUMNS]).__enter__())
+        engine.weights.write(COLUMNS, plain[COLUMNS].detach() * 2)
+        doubled = engine.weights.read(COLUMNS)
+        engine.export(root)
+        released = engine.framework.release()
+    assert all(torch.equal(streamed[name], plain[name]) for name in plain)
+    torch.testing.assert_close(gradient, plain[COLUMNS].grad, rtol=0, atol=1e-6)
+    assert torch.equal(doubled, plain[COLUMNS] * 2)
+    assert "engine.weights.read(name)" in message
+    with torch.no_grad():
+        model.get_parameter(COLUMNS).mul_(2)
+    again = type(model).from_pretrained(root)
+    assert torch.equal(released(input_ids=batch).logits, model(input_ids=batch).logits)
+    assert torch.equal(again(input_ids=batch).logits, model.eval()(input_ids=batch).logits)
+
+
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+def test_a_group_generates_and_evaluates_one_sample(backend):
+    plain, prompt = build("llama").eval(), tokens(0)[:1]
+    expected = plain.generate(prompt, max_new_tokens=4, do_sample=False)
+    with unishard.prepare(build("llama"), configured(backend)) as engine:
+        engine.module.eval()
+        generated = engine.generate(prompt, max_new_tokens=4, do_sample=False)
+        logits = engine(input_ids=prompt).logits
+        gathered = engine.gather_for_metrics(logits.argmax(-1))
+        other = refused(engine, input_ids=tokens(my_rank())[:1])
+        engine.module.train()
+        batches = engine.batches([{"input_ids": tokens(my_rank())}])
+        read = refused(lambda: next(iter(batches)))
+    assert torch.equal(generated, expected)
+    torch.testing.assert_close(logits, plain(input_ids=prompt).logits, rtol=0, atol=1e-5)
+    assert gathered.shape == prompt.shape  # once
+    assert "ranks 0 to 1 share each sample (parallel.tensor.size is 2), but have read different ones" in other
+    assert "ranks 0 to 1 share each sample" in read
+
+
+@in_ranks(cells=(("deepspeed", "llama", "factor"), ("fsdp", "qwen3", "part_of_gradient")))
+def test_a_factor_that_is_left_out_is_seen(backend, name, which):
+    """That of ZeRO-2, which divides by all ranks, and that of weights of which each rank has a part of the gradient."""
+    left_out = {
+        "factor": mock.patch.object(cutter.Cutter, "factor", property(lambda _: 1.0, lambda *_: None), create=True),
+        "part_of_gradient": mock.patch.object(cutter.Cutter, "part_of_gradient", lambda _, parameter: parameter),
+    }
+    with left_out[which], unishard.prepare(build(name), configured(backend, "shard_grad_op")) as engine:
+        (norm,) = trained(engine, 1, updates=1).norms
+    expected = plainly(build, name, 1)[0].norms[0]
+    assert abs(norm - expected) > 1e-6 * expected  # the tolerance of the others
+
+
+@in_ranks
+def test_what_cannot_be_cut_is_refused_and_left_as_it_is():
+    model = build("three heads")
+    before = {key: value.shape for key, value in model.named_parameters()}
+    assert "parallel.tensor is 2, which does not fit the 3 heads" in refused(
+        unishard.prepare, model, configured("fsdp")
+    )
+    assert before == {key: value.shape for key, value in model.named_parameters()}
+    cfg = configured("fsdp", size=3)
+    assert "parallel.tensor.size: is 3, which does not divide 2 ranks" in refused(unishard.prepare, model, cfg)
