@@ -24,7 +24,6 @@ __all__ = [
     "HEADLESS",
     "REFUSED",
     "UNUSED",
-    "is_chunked",
     "outcome_in_chunks",
     "play_chunked",
 ]
@@ -45,14 +44,9 @@ class _Made(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def is_chunked(record: Record) -> bool:
-    """Whether a record is of a run with the loss in chunks."""
-    return bool(record["run"] == _RUN)
-
-
 def outcome_in_chunks(records: Sequence[Record]) -> str:
     """What came of the run of a case; empty where there is none."""
-    return next((record["chunked"] for record in records if is_chunked(record)), "")
+    return next((record["chunked"] for record in records), "")
 
 
 def play_chunked(name: str) -> list[Record]:

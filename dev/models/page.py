@@ -10,14 +10,14 @@ from pathlib import Path
 
 from dev.models import CASES, KINDS
 from dev.models.chunked import EQUAL as SAME_IN_CHUNKS
-from dev.models.chunked import HEADLESS, is_chunked
+from dev.models.chunked import HEADLESS
 from dev.models.chunked import REFUSED as REFUSED_IN_CHUNKS
 from dev.models.exporting import EQUAL
 from dev.models.figures import BOUNDS, Record, beyond, shown
-from dev.models.rows import ModelRow
+from dev.models.joint import EQUAL as SAME
+from dev.models.joint import RANDOM, REFUSED
+from dev.models.rows import ModelRow, column_of
 from dev.models.runs import MORE, UPDATES
-from dev.models.sequences import EQUAL as SAME
-from dev.models.sequences import RANDOM, REFUSED, is_split
 from dev.pages.markdown import table
 from unishard.testing.cells import BACKENDS
 
@@ -65,6 +65,13 @@ With `training.loss_chunk_tokens`, loss and gradients of a micro-batch in one pr
 {equal} are equal, {headless} have no head that `get_output_embeddings` names, and {refused} are refused for what they do to their logits,
 which the column `chunked` of the table has.
 """
+_EXPERTS = """\
+## Experts over ranks
+
+With `parallel.expert`, each rank has half of the experts: {updates} updates in fp32 on each engine, under `full_shard` on one and
+`shard_grad_op` on the other, which take turns. Of {models} models with experts, {equal} are within the bounds, and {refused} are refused; the
+column `experts` of the table has the reasons. Equal are:
+"""
 
 
 def environment() -> str:
@@ -75,7 +82,7 @@ def environment() -> str:
 
 def summary(records: Sequence[Record]) -> str:
     """How many runs there are, and how many are within the bounds."""
-    records = [record for record in records if not is_split(record) and not is_chunked(record)]
+    records = [record for record in records if not column_of(record)]
     played = {record["case"] for record in records}
     trained = [record for record in records if "losses" in record]
     exported = [record for record in trained if record.get("export")]
@@ -116,6 +123,7 @@ def page(rows: Sequence[ModelRow], environment: str, summary: str) -> str:
         _names([row for row in rows if row.errors or row.failures]),
         *_sequences(rows),
         _chunked(rows),
+        *_experts([row for row in rows if row.experts]),
         *_kinds(rows),
     ]
     return "\n\n".join(block.rstrip() for block in blocks) + "\n"
@@ -155,6 +163,13 @@ def _chunked(rows: Sequence[ModelRow]) -> str:
         headless=sum(row.chunked == HEADLESS for row in rows),
         refused=sum(row.chunked.startswith(REFUSED_IN_CHUNKS) for row in rows),
     )
+
+
+def _experts(rows: Sequence[ModelRow]) -> Iterator[str]:
+    equal = [row for row in rows if row.experts == SAME]
+    refused = sum(REFUSED in row.experts for row in rows)
+    yield _EXPERTS.format(updates=UPDATES, models=len(rows), equal=len(equal), refused=refused)
+    yield _names(equal)
 
 
 def _kinds(rows: Sequence[ModelRow]) -> Iterator[str]:

@@ -5,21 +5,27 @@ from __future__ import annotations
 import csv
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from dev.models import KINDS
 from dev.models.case import Case
-from dev.models.chunked import is_chunked, outcome_in_chunks
+from dev.models.chunked import outcome_in_chunks
 from dev.models.figures import BOUNDS, Record, deviation, precision_of
+from dev.models.joint import outcome
 from dev.models.runs import Run, runs_of
-from dev.models.sequences import is_split, outcome
 
-__all__ = ["ModelRow", "read", "rows_of", "write", "write_column"]
+__all__ = ["COLUMNS", "ModelRow", "column_of", "read", "rows_of", "write", "write_column"]
 
+COLUMNS: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
+    "sequence": (", sequence by ", outcome),
+    "chunked": ("loss in chunks", outcome_in_chunks),
+    "experts": (", experts by ", outcome),
+}
+"""Those of runs of their own: what the names of these contain, and what came of them."""
 _FIGURES = [f"{precision} {name}" for precision, bounds in BOUNDS.items() for name in bounds]
-_HEADER = ("kind", "model", *_FIGURES, "export", "errors", "failures", "plain torch", "cause", "sequence", "chunked")
+_HEADER = ("kind", "model", *_FIGURES, "export", "errors", "failures", "plain torch", "cause", *COLUMNS)
 
 
 class ModelRow(NamedTuple):
@@ -41,9 +47,16 @@ class ModelRow(NamedTuple):
     cause: str
     """Why figures are beyond their bounds, or runs fail."""
     sequence: str = ""
-    """What came of the runs with `parallel.sequence`: `models.sequences.outcome`."""
+    """What came of the runs with `parallel.sequence`: `models.joint.outcome`."""
     chunked: str = ""
     """What came of the run with `training.loss_chunk_tokens`: `models.chunked.compare`."""
+    experts: str = ""
+    """What came of the runs with `parallel.expert`, as of those with `parallel.sequence`; empty without experts."""
+
+
+def column_of(record: Record) -> str:
+    """The column of its own that a record is for; empty for one of the others."""
+    return next((column for column, (text, _) in COLUMNS.items() if text in record["run"]), "")
 
 
 def rows_of(records: Iterable[Record]) -> list[ModelRow]:
@@ -60,9 +73,11 @@ def rows_of(records: Iterable[Record]) -> list[ModelRow]:
 
 
 def _row(kind: str, case: Case, records: Sequence[Record], runs: Sequence[Run]) -> ModelRow:
-    split = [record for record in records if is_split(record)]
-    chunked = [record for record in records if is_chunked(record)]
-    records = [record for record in records if not is_split(record) and not is_chunked(record)]
+    columns = {
+        column: outcome_of([record for record in records if column_of(record) == column])
+        for column, (_, outcome_of) in COLUMNS.items()
+    }
+    records = [record for record in records if not column_of(record)]
     ended = [record for record in records if "error" in record]
     return ModelRow(
         kind,
@@ -73,8 +88,7 @@ def _row(kind: str, case: Case, records: Sequence[Record], runs: Sequence[Run]) 
         failures="\n".join(_messages("error", [record for record in ended if not record["ours"]], runs)),
         plain="\n".join(_messages("plain", [record for record in records if "plain" in record], runs)),
         cause=case.known,
-        sequence=outcome(split),
-        chunked=outcome_in_chunks(chunked),
+        **columns,
     )
 
 
@@ -117,11 +131,11 @@ def write(path: Path, rows: Iterable[ModelRow]) -> None:
 
 
 def write_column(path: Path, column: str, records: Iterable[Record]) -> None:
-    """Write one column of the file, `sequence` or `chunked`, and leave its other cells as they are."""
+    """Write one column of the file, of `COLUMNS`, and leave its other cells as they are."""
     by_case: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         by_case[record["case"]].append(record)
-    of_column = {"sequence": outcome, "chunked": outcome_in_chunks}[column]
+    _, of_column = COLUMNS[column]
     with path.open(encoding="utf-8", newline="") as file:
         lines = [*csv.DictReader(file, restval="")]
     with path.open("w", encoding="utf-8", newline="") as file:

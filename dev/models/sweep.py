@@ -16,24 +16,25 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from dev.models import CASES
-from dev.models.chunked import is_chunked, outcome_in_chunks, play_chunked
+from dev.models.chunked import play_chunked
+from dev.models.joint import play_joint, runs_with_experts, runs_with_sequence
 from dev.models.page import environment, page, shown_on, summary
 from dev.models.playing import play
-from dev.models.rows import read, rows_of, write, write_column
+from dev.models.rows import COLUMNS, column_of, read, rows_of, write, write_column
 from dev.models.runs import WORLD, runs_of
-from dev.models.sequences import is_split, outcome, play_split, split_runs_of
 from unishard.testing import RankFailure, run_ranks
 
-__all__ = ["attempt", "played", "played_split"]
+__all__ = ["attempt", "played", "played_jointly"]
 
 Record = dict[str, Any]
-_ALL = ("", "sequence", "chunked")
+_ALL = ("", *COLUMNS)
 """What is played: the runs of the first columns, and those of a column each."""
 _TIMEOUT = 600.0
 _BESIDE = 2
 """Cases that are played at a time: ranks wait for each other a good part of the time."""
 _TOGETHER = 24
-"""Cases that share ranks with `parallel.sequence`: a start takes longer than they do."""
+"""Cases that share ranks for a column: a start takes longer than they do."""
+_JOINT = {"sequence": runs_with_sequence, "experts": runs_with_experts}
 
 
 def played(name: str) -> list[Record]:
@@ -49,13 +50,13 @@ def played(name: str) -> list[Record]:
     return records
 
 
-def played_split(names: Sequence[str]) -> list[Record]:
-    """What came of the runs of some cases with `parallel.sequence`. An error ends the ranks; new ones go on."""
-    todo = {name: split_runs_of(list(CASES).index(name)) for name in names}
+def played_jointly(column: str, names: Sequence[str]) -> list[Record]:
+    """What came of the runs of some cases for a column. An error ends the ranks; new ones go on."""
+    todo = {name: runs for name in names if (runs := _JOINT[column](list(CASES).index(name)))}
     records: list[Record] = []
     with TemporaryDirectory(prefix="models-") as folder:
         while todo:
-            found = attempt(todo, folder, play_split)
+            found = attempt(todo, folder, play_joint)
             records += [record for of_case in found.values() for record in of_case]
             todo = {name: left for name, runs in todo.items() if (left := runs[len(found[name]) :])}
     return records
@@ -129,13 +130,13 @@ def main() -> int:
         "--records", type=Path, default=Path("models-out/records.jsonl"), help="the file of what came of each run"
     )
     parser.add_argument("--resume", action="store_true", help="play only cases that have no records there")
-    for column, section in (("sequence", "parallel.sequence"), ("chunked", "training.loss_chunk_tokens")):
+    for column in COLUMNS:
         parser.add_argument(
             f"--{column}",
             action="store_const",
             const=column,
             dest="column",
-            help=f"play them only with {section}, for its column",
+            help=f"play them only for the column {column}",
         )
     asked = parser.parse_args()
     asked.records.parent.mkdir(parents=True, exist_ok=True)
@@ -162,31 +163,25 @@ def main() -> int:
 
 def _all(names: Sequence[str], records: Sequence[Record], columns: Collection[str]) -> Iterator[list[Record]]:
     """What comes of cases that have no records, by case."""
-    done = {(record["case"], _column_of(record)) for record in records}
+    done = {(record["case"], column_of(record)) for record in records}
     todo = {column: [name for name in names if (name, column) not in done] for column in columns}
-    together = todo.get("sequence", ())
     with ProcessPoolExecutor(_BESIDE, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(played, name) for name in todo.get("", ())]
         futures += [pool.submit(play_chunked, name) for name in todo.get("chunked", ())]
         futures += [
-            pool.submit(played_split, together[first : first + _TOGETHER])
-            for first in range(0, len(together), _TOGETHER)
+            pool.submit(played_jointly, column, todo[column][first : first + _TOGETHER])
+            for column in _JOINT
+            for first in range(0, len(todo.get(column, ())), _TOGETHER)
         ]
         for each in as_completed(futures):
             for _, of_case in groupby(each.result(), itemgetter("case")):
                 yield list(of_case)
 
 
-def _column_of(record: Record) -> str:
-    return "sequence" if is_split(record) else "chunked" if is_chunked(record) else ""
-
-
 def _line(records: Sequence[Record]) -> str:
     """The worst of a case, for who watches."""
-    if is_split(records[0]):
-        return f"{records[0]['case']:28} {outcome(records)[:300]}"
-    if is_chunked(records[0]):
-        return f"{records[0]['case']:28} {outcome_in_chunks(records)[:300]}"
+    if column := column_of(records[0]):
+        return f"{records[0]['case']:28} {COLUMNS[column][1](records)[:300]}"
     good = [record for record in records if "losses" in record]
     figures = [
         f"{kind} {max(max(record['losses']) for record in chosen):.0e} "

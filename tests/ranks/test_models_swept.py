@@ -14,11 +14,11 @@ from harness import DEEP
 from dev.models import CASES, KINDS
 from dev.models.exporting import EQUAL
 from dev.models.figures import BOUNDS, beyond
+from dev.models.joint import DIFFERENT, FAILED, METHODS, RANDOM, outcome, play_joint, runs_with_sequence
+from dev.models.joint import EQUAL as SAME
 from dev.models.page import page, summary
 from dev.models.rows import read, rows_of, write
 from dev.models.runs import Run, runs_of
-from dev.models.sequences import DIFFERENT, FAILED, METHODS, RANDOM, outcome, play_split, split_runs_of
-from dev.models.sequences import EQUAL as SAME
 from dev.models.sweep import attempt
 from unishard.testing.cells import BACKENDS
 
@@ -65,8 +65,8 @@ def test_a_model_trains_as_in_plain_torch_and_is_exported_as_transformers_saves_
 @cache
 def _found_split():
     with TemporaryDirectory() as folder:
-        todo = {name: split_runs_of(number) for number, name in enumerate(SOME_SPLIT)}
-        return attempt(todo, folder, play_split)
+        todo = {name: runs_with_sequence(number) for number, name in enumerate(SOME_SPLIT)}
+        return attempt(todo, folder, play_joint)
 
 
 @pytest.mark.parametrize("name", SOME_SPLIT)
@@ -82,6 +82,14 @@ def test_no_model_differs_in_silence_with_long_sequences_or_ends_with_an_error_o
         assert FAILED not in row.sequence, row
     equal = [row for row in ROWS if row.sequence == SAME]
     assert len(equal) >= 80
+
+
+def test_no_model_differs_in_silence_with_experts_over_ranks_or_ends_with_an_error_of_another():
+    outcomes = {row.name: row.experts for row in ROWS if row.experts}
+    assert not [text for text in outcomes.values() if DIFFERENT in text or FAILED in text]
+    assert sum(text == SAME for text in outcomes.values()) >= 25
+    assert {"mixtral", "jetmoe"} <= outcomes.keys()
+    assert "gpt2" not in outcomes
 
 
 def test_an_outcome_says_what_came_of_the_runs_by_each_method():

@@ -1,4 +1,4 @@
-"""Plays every case with `parallel.sequence`, both ranks in one group, beside plain torch in one process."""
+"""Plays every case with what both ranks do together, each sample or each layer of experts, beside plain torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from dev.models.figures import Record, beyond
 from dev.models.oracle import Reference, reference
 from dev.models.playing import LIMIT, deviations, record, worst
 from dev.models.runs import UPDATES, WORLD, Run, config_of
-from unishard.config import Config
+from unishard.errors import ModelError
 from unishard.failures.endings import is_lost_connection
+from unishard.parallel.finding import find_experts
 from unishard.testing.cells import BACKENDS
 
 __all__ = [
@@ -34,40 +35,66 @@ __all__ = [
     "METHODS",
     "RANDOM",
     "REFUSED",
-    "SplitRun",
-    "is_split",
+    "JointRun",
     "outcome",
-    "play_split",
-    "split_runs_of",
+    "play_joint",
+    "runs_with_experts",
+    "runs_with_sequence",
 ]
 
 METHODS = ("ulysses", "allgather")
+_STRATEGIES = ("full_shard", "shard_grad_op")
 EQUAL, REFUSED, RANDOM = "equal", "refused: ", "draws random numbers, so it is not compared"
 DIFFERENT, FAILED = "differs: ", "fails: "
 """How an outcome begins."""
 
 
-class SplitRun(NamedTuple):
-    """A run in which both ranks share each sample."""
+class JointRun(NamedTuple):
+    """A run for a column of its own."""
 
     backend: str
-    method: str
+    strategy: str
+    column: str
+    way: str
+    """What its line of the cell begins with."""
+    field: str
+    """Of the config, an override."""
+    readers: int
+    """Ranks that read samples of their own."""
 
     def __str__(self) -> str:
-        return f"{self.backend} fp32, sequence by {self.method}"
+        return f"{self.backend} {self.strategy} fp32, {self.column} by {self.way}"
 
 
-def split_runs_of(number: int) -> list[SplitRun]:
+def runs_with_sequence(number: int) -> list[JointRun]:
     """A run by each method; the engines take turns by the case's number."""
-    return [SplitRun(BACKENDS[(number + turn) % 2], method) for turn, method in enumerate(METHODS)]
+    return [
+        JointRun(
+            BACKENDS[(number + turn) % 2],
+            "full_shard",
+            "sequence",
+            method,
+            f"parallel.sequence={{size: {WORLD}, method: {method}}}",
+            readers=1,
+        )
+        for turn, method in enumerate(METHODS)
+    ]
 
 
-def is_split(record: Record) -> bool:
-    """Whether a record is of a run with `parallel.sequence`."""
-    return "sequence by" in record["run"]
+def runs_with_experts(number: int) -> list[JointRun]:
+    """A run on each engine, of a case that has experts; the strategies take turns by the case's number."""
+    try:
+        find_experts([*CASES.values()][number].build(), WORLD)
+    except ModelError as error:
+        if "needs experts" in str(error):
+            return []
+    return [
+        JointRun(backend, _STRATEGIES[(number + turn) % 2], "experts", backend, f"parallel.expert={WORLD}", WORLD)
+        for turn, backend in enumerate(BACKENDS)
+    ]
 
 
-def play_split(todo: Mapping[str, Sequence[SplitRun]], folder: str) -> None:
+def play_joint(todo: Mapping[str, Sequence[JointRun]], folder: str) -> None:
     """Play runs of cases and append what came of each to this rank's file in the case's folder. Collective.
 
     A refusal does not end the ranks; another error, and calls that differ, do, for they may leave them in any state.
@@ -78,7 +105,7 @@ def play_split(todo: Mapping[str, Sequence[SplitRun]], folder: str) -> None:
     for name, runs in todo.items():
         place = Path(folder, name)
         place.mkdir(exist_ok=True)
-        case, expected, again = _references(CASES[name])
+        case, expected, again = _references(CASES[name], runs[0].readers)
         draws = expected.losses != again.losses
         for run in runs:
             faulthandler.dump_traceback_later(LIMIT, exit=True)
@@ -103,19 +130,19 @@ def _ending(error: Exception) -> dict[str, Any]:
     return {"error": text, "ours": lost, "lost": lost}
 
 
-def _references(case: Case) -> tuple[Case, Reference, Reference]:
+def _references(case: Case, readers: int) -> tuple[Case, Reference, Reference]:
     """A case at a length that no number of ranks divides, or as it is where its model takes no other; and plain torch
     of two seeds.
     """
     try:
-        return _played_at(case, LENGTH - 1)
+        return _played_at(case, readers, LENGTH - 1)
     except (ValueError, RuntimeError):  # the model's own
-        return _played_at(case, LENGTH)
+        return _played_at(case, readers, LENGTH)
 
 
-def _played_at(case: Case, length: int) -> tuple[Case, Reference, Reference]:
+def _played_at(case: Case, readers: int, length: int) -> tuple[Case, Reference, Reference]:
     uneven = _uneven(case, length)
-    first, second = (reference(uneven, "fp32", world=1, seed=seed) for seed in range(2))
+    first, second = (reference(uneven, "fp32", world=readers, seed=seed) for seed in range(2))
     return uneven, first, second
 
 
@@ -133,10 +160,11 @@ def _uneven(case: Case, length: int) -> Case:
     return replace(case, sample=sample)
 
 
-def _play(case: Case, run: SplitRun, expected: Reference) -> dict[str, Any]:
-    losses, norms = [], []
-    with unishard.prepare(case.build(), _config(case, run)) as engine:
-        whole = [micro_batch(case, update, 0, 1) for update in range(UPDATES)]
+def _play(case: Case, run: JointRun, expected: Reference) -> dict[str, Any]:
+    losses, norms, reader = [], [], int(os.environ["RANK"]) % run.readers
+    cfg = config_of(case, Run(run.backend, run.strategy, "fp32")).override(run.field)
+    with unishard.prepare(case.build(), cfg) as engine:
+        whole = [micro_batch(case, update, reader, run.readers) for update in range(UPDATES)]
         for update, part in enumerate(engine.batches(whole)):
             if case.before is not None:
                 case.before(engine.module, update)
@@ -153,17 +181,12 @@ def _play(case: Case, run: SplitRun, expected: Reference) -> dict[str, Any]:
     }
 
 
-def _config(case: Case, run: SplitRun) -> Config:
-    plain = config_of(case, Run(run.backend, "full_shard", "fp32"))
-    return plain.override(f"parallel.sequence.size={WORLD}", f"parallel.sequence.method={run.method}")
-
-
 def outcome(records: Sequence[Record]) -> str:
-    """What came of a case's runs, a line for each method where they differ; of a refusal, how its message begins."""
-    by_method = {record["run"].rpartition(" ")[2]: _outcome(record) for record in records}
-    if len({*by_method.values()}) <= 1:
-        return next(iter(by_method.values()), "")
-    return "\n".join(f"{method}: {each}" for method, each in by_method.items())
+    """What came of a case's runs, a line for each way where they differ; of a refusal, how its message begins."""
+    by_way = {record["run"].rpartition(" ")[2]: _outcome(record) for record in records}
+    if len({*by_way.values()}) <= 1:
+        return next(iter(by_way.values()), "")
+    return "\n".join(f"{way}: {each}" for way, each in by_way.items())
 
 
 def _outcome(record: Record) -> str:
