@@ -85,6 +85,12 @@ _OWN: Mapping[str, Rule] = {
             "hpZ divides all ranks, not those of a group; write true or false, or full_shard",
         ),
         When(
+            "a number with parallel.expert or parallel.tensor",
+            lambda cfg: cfg.sharding.reshard_group is not None and bool(cfg.parallel.slices),
+            Fit.UNSUPPORTED,
+            "hpZ keeps parts on neighboring ranks, which have different parts of weights; write true or false",
+        ),
+        When(
             "a number with offload.params nvme",
             lambda cfg: cfg.sharding.reshard_group is not None and cfg.offload.params == "nvme",
             Fit.UNSUPPORTED,

@@ -22,6 +22,7 @@ from unishard.contract.kit.replicated import is_replicated
 from unishard.contract.kit.skipping import DeviceSkip
 from unishard.contract.plan import RunPlan
 from unishard.distributed import devices
+from unishard.distributed.slices import holders_of
 from unishard.errors import BackendError
 from unishard_fsdp import options
 from unishard_fsdp.cases.conditional_parameters import ConditionalParameters
@@ -122,6 +123,7 @@ def _updates(
         replicated = ReplicatedParameters(model.module, model.precision)
         model.masters, whole = replicated.masters, replicated.trained
         cases.append(replicated)
+    slices = [each for each in model.trained if holders_of(each)] if isinstance(native, options.Replicate) else []
     on_host = None
     if isinstance(native, options.FullyShard) and native.host_optimizer:
         pin_memory = native.host_optimizer.pin_memory and device.type == "cuda"
@@ -139,7 +141,8 @@ def _updates(
         own_hooks=stepped.hooks,
         before_change=stepped.before_change,
         masters=model.masters,
-        whole=whole,
+        others=whole or slices,
+        copies_of_others=dist.get_world_size(holders_of(slices[0]) if slices else None),
     )
     skippable = {*(model.trained if native.reduce_scatter_unused_params else optional), *whole}
     return FSDPUpdates(model, gradients, stepped, toggled, averages_late=late, skippable=skippable)

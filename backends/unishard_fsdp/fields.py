@@ -21,7 +21,7 @@ _EVERY, _LAST = "every_micro_batch", "last_micro_batch"
 def form_of(cfg: Config) -> Form:
     """Which of PyTorch's three forms of data parallelism runs a config."""
     if cfg.sharding.strategy == "no_shard":
-        return "DistributedDataParallel" if cfg.precision.compute == "fp32" else "replicate"
+        return "replicate" if cfg.precision.compute != "fp32" or cfg.parallel.slices else "DistributedDataParallel"
     return "fully_shard"
 
 

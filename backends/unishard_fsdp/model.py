@@ -124,7 +124,7 @@ class FSDPModel(ShardedModel):
         return placement_of(self.module, FSDPModule.__name__, units=self._units(), masters=masters)
 
     def _units(self) -> tuple[str, ...]:
-        return tuple(filter(None, self.sharded)) if self.forward_is_collective else ()
+        return tuple(filter(None, self.sharded)) if isinstance(self.native, options.FullyShard) else ()
 
     def releasing(self) -> Callable[[], None]:
         """Let torch forget that it has sharded the modules."""

@@ -21,11 +21,11 @@ _OWN: Mapping[str, Rule] = {
         "fully_shard on units and root; gradients are reduce-scattered every micro-batch",
         unless(
             "no_shard in fp32",
-            lambda cfg: cfg.sharding.strategy == "no_shard" and cfg.precision.compute == "fp32",
+            fields.is_form("DistributedDataParallel"),
             "DistributedDataParallel; all-reduce on the last micro-batch (no_sync on the others)",
         ),
         unless(
-            "no_shard in bf16 or fp16",
+            "no_shard in bf16 or fp16, or with parallel.expert or parallel.tensor",
             lambda cfg: cfg.sharding.strategy == "no_shard",
             "fully_shard over groups of one rank: each has master weights and a compute copy",
         ),

@@ -27,7 +27,7 @@ def configured(backend: str, strategy: str = "full_shard", size: int = 2, **sect
     cells=tuple(
         (backend, strategy, name)
         for backend in BACKENDS
-        for strategy in (*STRATEGIES, "shard_optimizer")
+        for strategy in (*STRATEGIES, "shard_optimizer", "no_shard")
         for name in ("balanced", "own")
     )
 )
@@ -40,6 +40,8 @@ def test_training_is_that_of_plain_torch(backend, strategy, name):
     cells=(
         ("fsdp", "full_shard", "precision=bf16"),
         ("deepspeed", "shard_grad_op", "precision=bf16"),
+        ("fsdp", "no_shard", "precision=bf16"),
+        ("deepspeed", "no_shard", "precision=bf16"),
         ("fsdp", "shard_grad_op", "activation_checkpointing=full"),
         ("deepspeed", "full_shard", "activation_checkpointing=full"),
         ("fsdp", "full_shard", "offload.optimizer=cpu"),
@@ -62,11 +64,14 @@ def test_beside_other_fields(backend, strategy, field):
         ("deepspeed", "full_shard", 4, 1),
         ("fsdp", "full_shard", 2, 2),
         ("deepspeed", "shard_grad_op", 4, 2),
+        *((backend, "no_shard", 2, 1) for backend in BACKENDS),
+        *((backend, strategy, 2, 1) for backend in BACKENDS for strategy in ("hybrid_shard", "hybrid_shard_grad_op")),
     ),
 )
 def test_four_ranks(backend, strategy, size, sharing):
-    """Ranks with the same experts, and samples that ranks share."""
-    cfg = configured(backend, strategy, size).override(f"parallel.sequence={sharing}")
+    """Ranks with the same experts, copies of these, and samples that ranks share."""
+    sharding = {"strategy": strategy, **({"group_size": 2} if strategy.startswith("hybrid") else {})}
+    cfg = configured(backend, size=size, sharding=sharding).override(f"parallel.sequence={sharing}")
     compared(cfg, build, "mixtral")
 
 
@@ -147,6 +152,7 @@ def test_a_factor_that_is_left_out_is_seen():
 @in_ranks(
     cells=(
         ("dense", "parallel.expert=2", "LlamaForCausalLM has none that it knows"),
+        ("mixtral", "parallel.expert=4", "which does not divide 2 ranks; write 2"),
         ("mixtral", "sharding.replicate=[experts]", "leave it out"),
         ("weighs inputs", "parallel.expert=2", "experts (Experts): its forward must"),
     )

@@ -170,6 +170,7 @@ MEETING = {
         "full_shard",
         {"native": {"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}}},
     ),
+    "slices-stage-0": (divides_experts, "no_shard"),
     "slices-stages-1-2": (divides_experts, "shard_grad_op"),
     "slices-stage-3": (divides_experts, "full_shard"),
     "conditional-modules-stages-1-2": (trains, "shard_grad_op", {"whole": ("Linear",)}),

@@ -93,3 +93,22 @@ def test_a_group_after_forward_has_two_ranks_at_least(size: int) -> None:
 def test_a_group_of_experts_divides_the_ranks(size, ranks, instead):
     with pytest.raises(ConfigError, match=rf"parallel\.expert\.size: is {size}, which does not divide.*{instead}"):
         check_groups(unishard.load({"parallel": {"expert": size}}), Topology(ranks))
+
+
+@pytest.mark.parametrize(
+    ("sharding", "what"),
+    [
+        (
+            {"strategy": "hybrid_shard", "group_size": 2},
+            "parallel.expert.size: is 4, which does not divide the 2 ranks that share one copy",
+        ),
+        (
+            {"reshard_after_forward": 4},
+            "sharding.reshard_after_forward: is 4, which does not divide the 2 ranks that have the same experts; write "
+            "true or false",
+        ),
+    ],
+)
+def test_a_group_of_experts_is_inside_one_that_shares_a_copy(sharding, what):
+    with pytest.raises(ConfigError, match=what):
+        check_groups(unishard.load({"sharding": sharding, "parallel": {"expert": 4}}), NODES)

@@ -154,14 +154,7 @@ class Config(Section):
             yield "activation_checkpointing", "is empty; name at least one class, or write full or none"
 
     def _problems_of_slices(self, field: str) -> Iterator[tuple[str, str]]:
-        strategy, optimizer = self.sharding.strategy, self.optimizer.name
-        if strategy == "no_shard" or self.sharding.hybrid:
-            yield (
-                field,
-                f"is not supported with {strategy}; set sharding.strategy to full_shard, shard_grad_op or "
-                "shard_optimizer",
-            )
-        if optimizer in ("muon", "adamw_8bit"):
+        if (optimizer := self.optimizer.name) in ("muon", "adamw_8bit"):
             yield (
                 field,
                 f"is not supported with optimizer {optimizer}, which needs whole tensors; choose another optimizer",

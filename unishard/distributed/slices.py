@@ -26,13 +26,15 @@ class Slice(NamedTuple):
     of: int
     """Equal parts of the dimension."""
     holders: dist.ProcessGroup | None
-    """The ranks with the same part; None in a plan, which sends nothing."""
+    """The ranks with the same part, of those that share one copy; None in a plan, which sends nothing."""
     peers: dist.ProcessGroup | None
     """The ranks that have the full tensor together, each another part."""
     dim: int = 0
     packed: int = 1
     """Tensors that lie one behind the other along the dimension, of each of which it has a part: 2 of gate and up in
     one weight."""
+    copy: dist.ProcessGroup | None = None
+    """The ranks that share one copy of the model; None for all."""
 
     def cut(self, full: Tensor) -> Tensor:
         """The part of a full tensor: a view where it lies together."""
@@ -82,7 +84,7 @@ def of_full(parameter: Tensor, shard: Shard) -> Shard:
     if part is None:
         return shard
     start = part.number * shard.shape.numel() + shard.interval.start
-    group = part.peers if shard.group is None else dist.group.WORLD
+    group = part.peers if shard.group is None else part.copy or dist.group.WORLD
     return Shard(part.full_shape(shard.shape), shard.values.reshape(-1), start, group, part.order)
 
 

@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Communication, Config, expect_config
 from unishard.config.loading import launched
-from unishard.config.shard_groups import check_groups
+from unishard.config.shard_groups import check_groups, shard_group_size
 from unishard.config.topology import Topology
 from unishard.contract.adapter import ShardedModel
 from unishard.contract.backend import OptimizerFactory
@@ -44,6 +45,7 @@ from unishard.errors import ModelError
 from unishard.failures import collective_check, lifetime, monitor_client
 from unishard.failures.endings import explain_lost_connections
 from unishard.observe.expected_memory import ExpectedMemory
+from unishard.parallel.groups import make_groups
 from unishard.parallel.sliced_model import SlicedModel
 
 _WRAPPERS = {"DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "_FabricModule"}
@@ -112,8 +114,9 @@ def prepare(
         allow_forwards(model)
         adopt(model)
         check_groups(cfg, topology)
+        groups_of = partial(make_groups, shared=shard_group_size(cfg, topology) if cfg.sharding.hybrid else None)
         with ExitStack() as on_error:
-            sliced = SlicedModel(model, cfg.parallel)
+            sliced = SlicedModel(model, cfg.parallel, groups_of)
             on_error.callback(sliced.close)
             plan = resolve(model, cfg, topology, optimizer, scheduler, train=train)
             around = AroundForward(model, plan, sliced)

@@ -79,11 +79,8 @@ def resolve(
     """
     backend, strategy = _backend(cfg, topology), cfg.sharding.strategy
     transformers_zero3.refuse_zero3_of_transformers()
-    full = (
-        strategy == "no_shard" and cfg.precision.compute == cfg.precision.master == "fp32"
-        if train
-        else strategy not in _SHARDS_PARAMETERS
-    )
+    whole_fp32 = strategy == "no_shard" and cfg.precision.compute == cfg.precision.master == "fp32"
+    full = whole_fp32 and not cfg.parallel.slices if train else strategy not in _SHARDS_PARAMETERS
     check_quantized(model, cfg.quantization, topology)
     model_facts.check_model(model, train=train, forward_writes=topology.world_size == 1 and full)
     empty_parameters.freeze_empty(model)

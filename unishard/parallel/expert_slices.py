@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from unishard.distributed.slices import Slice, slice_of
+from unishard.distributed.slices import slice_of
 from unishard.parallel.cutting import cut
 from unishard.parallel.dispatch import Dispatch
 from unishard.parallel.finding import ExpertLayer, find_experts
@@ -26,7 +26,7 @@ class ExpertSlices:
         """
         self._dispatches: list[Dispatch] = []
         self._full, self._put = ExitStack(), ExitStack()
-        part = Slice(groups.number, groups.size, groups.holders, groups.peers)
+        part = groups.part()
         for experts in find_experts(model, groups.size):
             self._dispatches.append(dispatch := Dispatch(experts, groups))
             self._put.callback(_dispatching(dispatch, experts))

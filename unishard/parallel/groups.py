@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from unishard.distributed.process_group import own_group
+from unishard.distributed.slices import Slice
 
 
 class Groups(NamedTuple):
@@ -18,15 +19,28 @@ class Groups(NamedTuple):
     peers: dist.ProcessGroup | None
     """Neighboring ranks that have everything together; None in a plan, which sends nothing."""
     holders: dist.ProcessGroup | None
-    """The ranks with the same number."""
+    """The ranks with the same number, of those that share one copy."""
+    copy: dist.ProcessGroup | None = None
+    """The ranks that share one copy; None for all."""
+
+    def part(self, dim: int = 0, packed: int = 1) -> Slice:
+        """Which part of a parameter this rank has, that is cut along a dimension."""
+        return Slice(self.number, self.size, self.holders, self.peers, dim, packed, self.copy)
 
 
-def make_groups(size: int) -> Groups:
-    """The groups of this rank; `size` divides the ranks. Collective."""
+def make_groups(size: int, shared: int | None = None) -> Groups:
+    """The groups of this rank. Collective.
+
+    Args:
+        size: Of peers; it divides the ranks.
+        shared: Ranks in a row that share one copy, if not all; a multiple of the size.
+    """
     world = dist.get_world_size()
+    copies = [range(first, first + (shared or world)) for first in range(0, world, shared or world)]
     peers = own_group(range(first, first + size) for first in range(0, world, size))
-    holders = own_group(range(number, world, size) for number in range(size))
-    return Groups(size, dist.get_rank() % size, peers, holders)
+    holders = own_group(ranks[number::size] for ranks in copies for number in range(size))
+    copy = own_group(copies) if len(copies) > 1 else None
+    return Groups(size, dist.get_rank() % size, peers, holders, copy)
 
 
 def planned_groups(size: int) -> Groups:

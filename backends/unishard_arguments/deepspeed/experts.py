@@ -14,7 +14,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.field_rows import row, when_default
 from unishard.contract.key_rows import boolean, drops, integer
 from unishard.contract.rules import Fit, Rule, unsupported
-from unishard_arguments.deepspeed.facts import dropped, quiet, stage
+from unishard_arguments.deepspeed.facts import dropped, quiet
 
 _BLOCK = "expert_parallel"
 _ENABLED, _SIZE = f"{_BLOCK}.enabled", f"{_BLOCK}.autoep_size"
@@ -33,8 +33,6 @@ def _sized(value: Any, document: DocumentValues) -> KeyEffect:
     size = integer(1)(value)
     if size == 1 or not _enabled(document):
         return dropped("is off: each rank has all experts")
-    if stage(document) < 1:
-        raise Unreadable(f"must be 1 at stage 0, got {size}; set zero_optimization.stage to 1, 2 or 3")
     ranks = document.topology.world_size if document.topology else size
     if ranks > 1 and ranks % size:
         raise Unreadable(f"must divide the {ranks} ranks, got {size}; write a size that does")

@@ -47,7 +47,7 @@ class ZeroOptimizerState:
         )
         # At stage 3 a shard ends in padding, which does not belong to the parameter.
         intervals = {
-            key: value if held.group is None else value.narrow(0, start, held.values.numel())
+            key: value if held.group is None else value.view(-1).narrow(0, start, held.values.numel())
             for key, value in tensors.items()
         }
         shards = {key: held._replace(values=values) for key, values in intervals.items()}

@@ -7,12 +7,14 @@ from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from unishard.contract.kit.grad_norm import divide, norm_of
 from unishard.contract.kit.skipping import DeviceSkip
 from unishard.distributed.host_read import HostRead
+from unishard.distributed.slices import slice_of
 from unishard_deepspeed.private import PRIVATE_API
 from unishard_deepspeed.private.zero_optimizer import ZeroOptimizer
 
@@ -91,13 +93,27 @@ class TorchClipping:
                 self._zero.engine.step()
         return self._outcome
 
+    def _norm(self) -> Tensor:
+        """Of gradients that every rank has, and of slices, of which peers have the others. Collective with these."""
+        by_peers: dict[Any, list[Tensor]] = {None: []}
+        for parameter, master in self._zero.inner.full_masters.items():
+            if master.grad is not None:
+                part = slice_of(parameter)
+                by_peers.setdefault(part and part.peers, []).append(master.grad)
+        norm = norm_of(by_peers.pop(None))
+        for peers, gradients in by_peers.items():
+            square = norm_of(gradients).double().square()
+            dist.all_reduce(square, group=peers)
+            norm = (norm.double().square() + square).sqrt().float()
+        return norm
+
     @torch.no_grad()
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self._divisor != 1:
             divide(gradients, self._divisor)
-        norm = norm_of(gradients)
+        norm = self._norm()
         value, updated = HostRead(norm), None if self._skips else True
         if self._skips and self._skip.possible(
             [each for each in parameters if each.grad is not None], norm, hooks=self._hooks

@@ -17,7 +17,7 @@ from torch import nn
 
 from unishard.contract.private_api import PrivateApi
 from unishard.distributed.slices import Slice, slice_of
-from unishard_deepspeed.private.table import OF_STAGE_3, OF_STAGES_1_2
+from unishard_deepspeed.private.table import OF_STAGE_3
 
 _numbers = count()
 _MARKER = "unishard_slices"
@@ -34,15 +34,17 @@ def name_in_stage_3(model: nn.Module) -> None:
 
 
 @contextmanager
-def named_in_stages_1_2(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def named_as_moe(model: nn.Module, optimizer: torch.optim.Optimizer, needed: PrivateApi) -> Iterator[None]:
     """A block in which `deepspeed.initialize` takes slices for experts of its own `MoE` (moe/layer.py), whose optimizer
-    groups have ranks of their own (runtime/zero/stage_1_and_2.py, is_moe_group, real_dp_process_group).
+    groups have ranks of their own (runtime/zero/stage_1_and_2.py, is_moe_group, real_dp_process_group), and whose
+    gradients stage 0 averages over these (runtime/engine.py, _reduce_expert_gradients).
 
     Args:
         model: Not sharded yet.
         optimizer: Has groups of slices apart from others.
+        needed: Of DeepSpeed.
     """
-    names = dict(_named(model, OF_STAGES_1_2.slices))
+    names = dict(_named(model, needed))
     for parameter, name in names.items():
         parameter.allreduce, parameter.group_name = False, name
     groups = [group for group in optimizer.param_groups if group["params"] and group["params"][0] in names]

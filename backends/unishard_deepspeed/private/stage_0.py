@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import final
+from contextlib import AbstractContextManager
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unishard.distributed.shards import Shard
+from unishard.distributed.slices import of_full, slice_of
 from unishard_deepspeed.masters.flat_master_weights import FlatMasterWeights, Shards
 from unishard_deepspeed.masters.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private.clipping import TorchClipping
+from unishard_deepspeed.private.slices import named_as_moe
 from unishard_deepspeed.private.table import OF_STAGE_0
 from unishard_deepspeed.private.zero_optimizer import Clipping, ZeroOptimizer
+from unishard_deepspeed.spec import ZeroSpec
 
 
 @final
@@ -25,10 +28,17 @@ class Stage0(ZeroOptimizer):
     cases = OF_STAGE_0
     fills_gradients = True  # DeepSpeed 0.19.8, runtime/engine.py, _get_gradients_for_reduction
 
+    def __init__(self, spec: ZeroSpec, engine: Any, inner: InnerOptimizer) -> None:
+        super().__init__(spec, engine, inner)
+        checker = getattr(self.optimizer, "overflow_checker", None)
+        if checker is not None and any(map(slice_of, inner.trained)):
+            # Over all ranks, not over peers, which it looks for by a size in names (runtime/utils.py, has_overflow).
+            checker.has_moe_params, checker.zero_reduce_scatter = False, True
+
     @classmethod
     def building(cls, model: nn.Module, inner: InnerOptimizer) -> AbstractContextManager[None]:
-        """Nothing is replaced."""
-        return nullcontext()
+        """With the groups of slices."""
+        return named_as_moe(model, inner.optimizer, cls.cases.slices)
 
     def restore_fp32_weights(self, originals: Iterable[tuple[nn.Parameter, Tensor]]) -> list[RemovableHandle]:
         """Undo as well what the wrapper has done to the torch optimizer, and accumulate in fp32 if asked to.
@@ -66,7 +76,7 @@ class Stage0(ZeroOptimizer):
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)  # frozen in `prepare`; the others have one
-                parts[parameter] = Shard(parameter.shape, parameter.grad)
+                parts[parameter] = of_full(parameter, Shard(parameter.shape, parameter.grad))
         return parts
 
     def clipping(self) -> Clipping:
@@ -87,7 +97,7 @@ class Stage0(ZeroOptimizer):
 
     def master_shard(self, parameter: nn.Parameter) -> Shard:
         """All of it."""
-        return Shard(parameter.shape, self.inner.full_masters.get(parameter, parameter.detach()))
+        return of_full(parameter, Shard(parameter.shape, self.inner.full_masters.get(parameter, parameter.detach())))
 
     def copy_masters(self) -> None:
         """Where there are copies."""

@@ -20,7 +20,7 @@ from unishard_deepspeed.masters.inner_optimizer import InnerOptimizer
 from unishard_deepspeed.private.building import keep_adagrad
 from unishard_deepspeed.private.clipping import EngineClipping
 from unishard_deepspeed.private.reduction import call_before, create_hooks
-from unishard_deepspeed.private.slices import named_in_stages_1_2
+from unishard_deepspeed.private.slices import named_as_moe
 from unishard_deepspeed.private.table import OF_STAGES_1_2
 from unishard_deepspeed.private.zero_optimizer import Clipping, ZeroOptimizer, never_invalid
 from unishard_deepspeed.spec import ZeroSpec
@@ -45,7 +45,7 @@ class Stages12(ZeroOptimizer):
     @contextmanager
     def building(cls, model: nn.Module, inner: InnerOptimizer) -> Iterator[None]:
         """With the groups of slices."""
-        with keep_adagrad(inner.optimizer), named_in_stages_1_2(model, inner.optimizer):
+        with keep_adagrad(inner.optimizer), named_as_moe(model, inner.optimizer, cls.cases.slices):
             yield
 
     def average_between(self, group: Any) -> None:

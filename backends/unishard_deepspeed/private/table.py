@@ -78,7 +78,8 @@ _GROUPS_OF_SLICES = _of(
     groups="_EXPERT_PARALLEL_GROUP _EXPERT_DATA_PARALLEL_GROUP _EXPERT_PARALLEL_GROUP_RANKS "
     "_EXPERT_DATA_PARALLEL_GROUP_RANKS"
 )
-_UNSLICED = "set parallel.expert to 1, choose backend: fsdp, or install a tested DeepSpeed"
+_MOE = ("deepspeed.moe.experts:Experts.allreduce", "deepspeed.moe.layer:MoE")
+_UNSLICED = "set parallel.expert and parallel.tensor to 1, choose backend: fsdp, or install a tested DeepSpeed"
 
 _SHARED = {
     "conditional_modules": (
@@ -137,6 +138,20 @@ OF_STAGE_0 = Cases(
     gradients=_row(
         "gradients-stage-0", "engine.gradients.read, write and norms, with no_shard,", _EARLY, _ENGINE_FILE, _DIRECTLY
     ),
+    slices=_row(
+        "slices-stage-0",
+        "parallel.expert or parallel.tensor with no_shard",
+        (
+            *_GROUPS_OF_SLICES,
+            *_of(engine="group_name"),
+            *_MOE,
+            "deepspeed.runtime.utils:CheckOverflow.has_moe_params",
+            "deepspeed.runtime.utils:CheckOverflow.zero_reduce_scatter",
+            "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer.overflow_checker",
+        ),
+        _ENGINE_FILE,
+        _UNSLICED,
+    ),
     discard=_row("discard-stage-0", "engine.discard, or a load,", _of(engine=_COUNT), _ENGINE_FILE, _TO_THE_END),
 )
 
@@ -163,13 +178,8 @@ OF_STAGES_1_2 = Cases(
     ),
     slices=_row(
         "slices-stages-1-2",
-        "parallel.expert with shard_optimizer or shard_grad_op",
-        (
-            *_GROUPS_OF_SLICES,
-            *_of(stages_1_2="is_moe_group real_dp_process_group", engine="group_name"),
-            "deepspeed.moe.experts:Experts.allreduce",
-            "deepspeed.moe.layer:MoE",
-        ),
+        "parallel.expert or parallel.tensor with shard_optimizer or shard_grad_op",
+        (*_GROUPS_OF_SLICES, *_of(stages_1_2="is_moe_group real_dp_process_group", engine="group_name"), *_MOE),
         _STAGES_1_2_FILE,
         _UNSLICED,
     ),
@@ -268,7 +278,7 @@ OF_STAGE_3 = Cases(
     ),
     slices=_row(
         "slices-stage-3",
-        "parallel.expert with full_shard",
+        "parallel.expert or parallel.tensor with full_shard",
         (
             *_GROUPS_OF_SLICES,
             *_of(

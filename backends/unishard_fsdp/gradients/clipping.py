@@ -14,7 +14,7 @@ from unishard.contract.kit.grad_norm import multiply, norm_of
 
 
 def total_norm(
-    gradients: list[Tensor], device: torch.device, *, copies: int, replicated: Sequence[Tensor] = ()
+    gradients: list[Tensor], device: torch.device, *, copies: int, others: Sequence[Tensor] = (), copies_of_others: int
 ) -> Tensor:
     """Global L2 norm, an fp32 scalar on `device`, equal on all ranks. Collective unless every rank holds all gradients.
 
@@ -25,15 +25,16 @@ def total_norm(
         gradients: This rank's shards.
         device: Where this rank computes.
         copies: Number of copies of each gradient over all ranks.
-        replicated: Gradients that every rank has whole, beside those.
+        others: Gradients beside those, of which there are more copies or fewer.
+        copies_of_others: Number of copies of each of these.
     """
     norm = norm_of(gradients).to(device) if gradients else torch.zeros((), device=device)
     world = dist.get_world_size()
-    if copies == world and not replicated:
+    if copies == world and not others:
         return norm
     square = norm.double().square()
-    if replicated:  # a part of each rank's: they are counted once, and the norm has the same bits on all
-        square += norm_of(replicated).to(device).double().square() * (copies / world)
+    if others:  # a part of each rank's: they are counted once, and the norm has the same bits on all
+        square += norm_of(others).to(device).double().square() * (copies / copies_of_others)
     if world > 1:
         dist.all_reduce(square)
     return (square / copies).sqrt().float()

@@ -48,7 +48,8 @@ class TorchGradients:
         own_hooks: int = 0,
         before_change: Callable[[], object] = lambda: None,
         masters: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
-        whole: Collection[nn.Parameter] = (),
+        others: Collection[nn.Parameter] = (),
+        copies_of_others: int = 1,
     ) -> None:
         """Of parameters that are sharded, or full on every rank.
 
@@ -62,7 +63,8 @@ class TorchGradients:
             own_hooks: How many hooks this package has on the optimizer.
             before_change: Called before gradients are changed that are final.
             masters: The master weights of parameters that are no master weights themselves.
-            whole: Of the parameters, those that are full on every rank although the others are sharded.
+            others: Of the parameters, those of whose gradients there are more copies or fewer.
+            copies_of_others: How many.
         """
         self.parameters = parameters
         self._device = device
@@ -73,7 +75,7 @@ class TorchGradients:
         self._own_hooks = own_hooks
         self._before_change = before_change
         self._masters = masters
-        self._whole = set(whole)
+        self._others, self._copies_of_others = set(others), copies_of_others
         self._norm: Tensor | None = None
         """That of the gradients of this window, once it was asked for."""
 
@@ -86,9 +88,9 @@ class TorchGradients:
             max_norm: Clip the divided gradients to this norm; None for no clipping.
             divisor: Divide the gradients by this.
         """
-        stepped, shards, whole = self._gradients()
+        stepped, shards, others = self._gradients()
         norm, self._norm = self._norm, None
-        norm = (self._total(shards, whole) if norm is None else norm) / divisor
+        norm = (self._total(shards, others) if norm is None else norm) / divisor
         value, updated = HostRead(norm), True if self._steps_always else None
         on_device = (
             updated is None and self._skip is not None and self._skip.possible(stepped, norm, hooks=self._own_hooks)
@@ -100,7 +102,7 @@ class TorchGradients:
         if updated is not False:
             if scales:
                 self._before_change()
-                for part in filter(None, (shards, whole)):  # where shards are offloaded, on two devices
+                for part in filter(None, (shards, others)):  # where shards are offloaded, on two devices
                     scale(part, norm, max_norm, divisor)
             with self._skip.unless_finite(norm) if self._skip is not None and on_device else nullcontext():
                 self._stepper.step()
@@ -109,24 +111,26 @@ class TorchGradients:
         return value, updated
 
     def _gradients(self) -> tuple[list[nn.Parameter], list[Tensor], list[Tensor]]:
-        """The parameters that have a gradient, this rank's part of each, and those that are full beside parts."""
+        """The parameters that have a gradient, this rank's part of each, and those of `others`."""
         stepped = [parameter for parameter in self.parameters if parameter.grad is not None]
         # Not `local`: a call for each parameter would count.
         parts = [each.to_local() if isinstance(each, DTensor) else each for each in map(_grad, stepped)]
-        if not self._whole:
+        if not self._others:
             return stepped, parts, []
-        are = [parameter in self._whole for parameter in stepped]
+        are = [parameter in self._others for parameter in stepped]
         return stepped, [*compress(parts, map(not_, are))], [*compress(parts, are)]
 
-    def _total(self, shards: list[Tensor], whole: list[Tensor]) -> Tensor:
-        return total_norm(shards, self._device, copies=self._copies, replicated=whole)
+    def _total(self, shards: list[Tensor], others: list[Tensor]) -> Tensor:
+        return total_norm(
+            shards, self._device, copies=self._copies, others=others, copies_of_others=self._copies_of_others
+        )
 
     @torch.no_grad()
     def norm(self) -> Tensor:
         """The norm of the gradients, not divided, which `update` uses again. Collective."""
         if self._norm is None:
-            _, shards, whole = self._gradients()
-            self._norm = self._total(shards, whole)
+            _, shards, others = self._gradients()
+            self._norm = self._total(shards, others)
         return self._norm
 
     def shard(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:

@@ -70,14 +70,15 @@ PRIVATE_API = by_name(
     ),
     PrivateApi(
         name="slices",
-        case="parallel.expert",
+        case="parallel.expert or parallel.tensor",
         names=(
             "torch.distributed.fsdp._fully_shard._fsdp_common:ShardPlacementResult",
             "torch.distributed.fsdp._fully_shard._fsdp_common:FSDPMeshInfo",
+            "torch.distributed.fsdp._fully_shard._fsdp_common:HSDPMeshInfo",
         ),
         versions="torch 2.12 to 2.15",
         link=f"{_SOURCE}/_fsdp_common.py",
-        instead="install torch 2.12 or newer, choose backend: deepspeed, or set parallel.expert to 1",
+        instead="install torch 2.12 or newer, choose backend: deepspeed, or remove the section parallel",
     ),
     PrivateApi(
         name="released-modules",

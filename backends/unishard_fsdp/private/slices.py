@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,11 +13,15 @@ from unishard.distributed.slices import holders_of
 from unishard_fsdp.private import PRIVATE_API
 
 
-def placement_of_slices(model: nn.Module, device: torch.device) -> dict[str, Any]:
+def placement_of_slices(model: nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
     """The arguments of `fully_shard` that place slices; none for a model without any. Collective.
 
     A unit may have parameters of several groups of ranks, each of which FSDP2 gathers and reduces in a collective of
     its own (torch 2.12 and later, _fsdp_common.py, ShardPlacementResult).
+
+    Args:
+        model: Not sharded yet.
+        mesh: Of full parameters.
 
     Raises:
         BackendError: This torch cannot do it.
@@ -27,9 +30,9 @@ def placement_of_slices(model: nn.Module, device: torch.device) -> dict[str, Any
     if not groups:
         return {}
     PRIVATE_API["slices"].require()
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 
-    placed = {group: ShardPlacementResult(Shard(0), _info(FSDPMeshInfo, group, device)) for group in groups}
+    placed = {group: ShardPlacementResult(Shard(0), _info(group, mesh)) for group in groups}
 
     def place(parameter: nn.Parameter) -> Any:
         group = holders_of(parameter)
@@ -38,5 +41,15 @@ def placement_of_slices(model: nn.Module, device: torch.device) -> dict[str, Any
     return {"shard_placement_fn": place}
 
 
-def _info(kind: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
-    return kind(mesh=DeviceMesh.from_group(group, device.type, mesh_dim_names=("holders",)), shard_mesh_dim=0)
+def _info(holders: dist.ProcessGroup, mesh: DeviceMesh) -> Any:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+    kind = mesh.device_type
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh=DeviceMesh.from_group(holders, kind, mesh_dim_names=("shard",)), shard_mesh_dim=0)
+    replicas, shards = (mesh.get_group(name) for name in ("replicate", "shard"))
+    groups = [holders, shards] if dist.get_world_size(shards) == 1 else [replicas, holders]
+    starts, others = map(dist.get_process_group_ranks, groups)
+    ranks = [[start + other - dist.get_rank() for other in others] for start in starts]
+    own = DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+    return HSDPMeshInfo(mesh=own, shard_mesh_dim=1, replicate_mesh_dim=0)

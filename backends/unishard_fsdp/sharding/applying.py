@@ -177,7 +177,7 @@ def apply_fully_shard(
     kept = [model, *(unit.module for unit in units[-1:] if keeps)]
     embeddings = [unit.module for unit in units if unit.is_embedding and not options.unshard_embeddings_in_backward]
     ignored = {parameter for parameter in model.parameters() if is_replicated(parameter)}
-    placed = placement_of_slices(model, device)
+    placed = placement_of_slices(model, mesh)
 
     def apply(module: nn.Module) -> None:
         frees = False if any(module is each for each in kept) else options.reshard_after_forward
@@ -223,6 +223,7 @@ def apply_replicate(
     """
     add_dimension(model)
     mesh = _mesh(device, Mesh(replicate=dist.get_world_size(), shard=1))
+    placed = placement_of_slices(model, mesh)
 
     def apply(module: nn.Module) -> None:
         with forwards.around(module, frees=False):
@@ -231,6 +232,7 @@ def apply_replicate(
                 mesh=mesh,
                 reshard_after_forward=False,
                 mp_policy=_policy(options.mp_policy, module, root=module is model),
+                **placed,
             )
 
     load(model, units, device, apply)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from unishard.distributed.slices import Slice, slice_of
+from unishard.distributed.slices import slice_of
 from unishard.errors import ModelError
 from unishard.parallel.collectives import scale_gradient, seen_as
 from unishard.parallel.cutting import cut
@@ -43,7 +43,7 @@ class Cutter:
         """
         parameter = module.get_parameter(name)
         groups, where = self.groups, f"{self._names[module]}.{name}"
-        part = Slice(groups.number, groups.size, groups.holders, groups.peers, dim % parameter.dim(), packed)
+        part = groups.part(dim % parameter.dim(), packed)
         if (before := slice_of(parameter)) is None:
             if not parameter.is_floating_point() or parameter.element_size() <= _QUANTIZED_BYTES:
                 raise ModelError(
