@@ -272,6 +272,7 @@ def _preload() -> list[str]:
         "torch.distributed.fsdp",
         "unishard.engine.prepare",
         *sorted(engines),
+        "unishard.testing.conformance",
         "unishard.testing.first_use",
         *testing,
     ]

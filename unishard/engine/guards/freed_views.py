@@ -53,7 +53,8 @@ class FreedViews(Guard):
 
     def returned(self, part: WatchedModule, output: Any) -> None:
         """Mark them."""
-        own = [value for key, value in vars(part.module).items() if key not in _OF_TORCH]
+        # FSDP2 keeps what it knows of a module under names with `__`: thousands of objects, of which no script has one.
+        own = [value for key, value in vars(part.module).items() if key not in _OF_TORCH and key[:2] != "__"]
         for tensor in _held([own, output], _DEPTH):
             if type(tensor) is Tensor and isinstance(tensor._base, nn.Parameter):
                 tensor.__class__ = KeptView

@@ -37,8 +37,7 @@ def sum_of_bits(parameter: Any) -> Tensor | None:
     """Of this rank's shard, on the device: exact, whatever the values; None if it has no elements in memory, and inside
     transforms of `torch.func`.
     """
-    local: Tensor = parameter.detach()
-    local = local.to_local() if hasattr(local, "to_local") else local
+    local: Tensor = (parameter.to_local() if hasattr(parameter, "to_local") else parameter).detach()
     memory = memory_of(local)
     if not local.numel() or memory is None or not memory.size():
         return None
