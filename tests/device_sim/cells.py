@@ -89,6 +89,11 @@ CELLS = (
         for way, strategy, precision in (("heads", "full_shard", "bf16"), ("states", "shard_grad_op", "fp32"))
     ),
     *(Cell(backend, "full_shard", "fp32", "all", "ulysses") for backend in BACKENDS),
+    *(
+        Cell(backend, strategy, precision, sequence="tensor")
+        for backend in BACKENDS
+        for strategy, precision in (("full_shard", "bf16"), ("shard_grad_op", "fp32"))
+    ),
     *(Cell(backend, strategy, "fp32", feature="muon") for backend in BACKENDS for strategy in STRATEGIES),
     *(
         Cell(backend, "full_shard", precision, offload, feature="muon")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from unishard.contract.tolerances import TOLERANCES, Tolerance
-from unishard.testing.cells import STRATEGIES, Feature
+from unishard.testing.cells import Feature
 from unishard.testing.models import MODELS, TestModel
 
 _SIZE = 2
@@ -51,7 +51,6 @@ FEATURES = (
         "two ranks have all experts of a Mixtral together; `parallel.expert`",
         sections={"parallel": {"expert": _SIZE}},
         models={"mixtral": TestModel(_mixtral, MODELS["llama"].sample)},
-        strategies=STRATEGIES[2:],
         least_ranks=_SIZE,
         tolerances=_OF_A_GROUP,
     ),

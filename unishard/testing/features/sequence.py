@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,16 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import unishard
 from unishard.config.nested import merge
 from unishard.contract.tolerances import TOLERANCES, Tolerance
-from unishard.testing.cells import STRATEGIES, Cell, Feature, Recorder, micro_batches
+from unishard.testing.cells import STRATEGIES, Feature
 from unishard.testing.features.lora import lora
+from unishard.testing.features.shared_samples import SIZE, sections, trained
 from unishard.testing.models import MODELS, TestModel, llama
-from unishard.testing.oracle import Curve
 
-Models = Mapping[str, TestModel]
-_SIZE = 2
 _IN_PARTS = TOLERANCES | {
     "bf16": Tolerance(
         5e-4,
@@ -98,43 +95,24 @@ _DELTA_RULE = _of(
 )
 
 
-def _loop(models: Models, engine: unishard.Engine, data: list[dict[str, Any]], cell: Cell) -> Curve:
-    """The ranks of a group read the micro-batches that each of them would have read alone."""
-    rank = unishard.Topology.from_environment().rank
-    first = rank - rank % _SIZE
-    of_group = [micro_batches(models[cell.model], cell, rank) for rank in range(first, first + _SIZE)]
-    recorder = Recorder()
-    for micro_batch in engine.batches([each for turn in zip(*of_group, strict=True) for each in turn]):
-        loss = engine(**micro_batch).loss
-        engine.backward(loss)
-        recorder.record(engine.mean(loss), engine.step())
-    return recorder.curve()
-
-
-def _trained(models: Models) -> dict[str, Any]:
-    """Fields of a feature with these models."""
-    return {"models": models, "loop": partial(_loop, models)}
-
-
 def _sections(method: str, **more: Any) -> dict[str, Any]:
-    window = {"training": {"gradient_accumulation_steps": 2 * _SIZE}}
-    return merge({"parallel": {"sequence": {"size": _SIZE, "method": method}}} | window, more)
+    return sections({"sequence": {"size": SIZE, "method": method}}, more)
 
 
 _ULYSSES = Feature(
     "ulysses",
     "two ranks share each sample of packed documents, with labels unevenly distributed over them; `parallel.sequence`",
     sections=_sections("ulysses"),
-    least_ranks=_SIZE,
+    least_ranks=SIZE,
     tolerances=_IN_PARTS,
-    **_trained({"llama": _of(llama, **_HEADS)}),
+    **trained({"llama": _of(llama, **_HEADS)}),
 )
 _ALLGATHER = replace(
     _ULYSSES,
     name="allgather",
     about="the same with gathered keys and values, three heads and a sliding window",
     sections=_sections("allgather"),
-    **_trained({"gemma3": _WINDOWED}),
+    **trained({"gemma3": _WINDOWED}),
 )
 _BY_HEADS = replace(
     _ULYSSES,
@@ -143,14 +121,14 @@ _BY_HEADS = replace(
     "`parallel.sequence.recurrences`",
     sections=_sections("ulysses", parallel={"sequence": {"recurrences": "heads"}}),
     strategies=STRATEGIES[2:],
-    **_trained({"bamba": _STATE_SPACE}),
+    **trained({"bamba": _STATE_SPACE}),
 )
 _BY_STATES = replace(
     _BY_HEADS,
     name="recurrences_by_states",
     about="the same with a gated delta rule of three heads, whose states are gathered, as keys and values are",
     sections=_sections("allgather", parallel={"sequence": {"recurrences": "states"}}),
-    **_trained({"qwen3_5": _DELTA_RULE}),
+    **trained({"qwen3_5": _DELTA_RULE}),
 )
 
 
@@ -200,7 +178,7 @@ FEATURES = (
         "fp32 adapters on a frozen fp32 base",
         {},
         precisions=("fp32",),
-        **_trained({"llama": _of(lora, **_HEADS)}),
+        **trained({"llama": _of(lora, **_HEADS)}),
     ),
     _with(
         _ALLGATHER,
@@ -208,7 +186,7 @@ FEATURES = (
         "fp32 adapters on a frozen fp32 base, every block recomputes its forward",
         {"activation_checkpointing": "full"},
         precisions=("fp32",),
-        **_trained({"llama": _of(lora, attn_implementation="sdpa")}),
+        **trained({"llama": _of(lora, attn_implementation="sdpa")}),
     ),
     _BY_HEADS,
     _BY_STATES,
@@ -219,6 +197,6 @@ FEATURES = (
         {"sharding": {"group_size": 2}},
         strategies=("hybrid_shard",),
         worlds=(4,),
-        **_trained({"bamba": _STATE_SPACE}),
+        **trained({"bamba": _STATE_SPACE}),
     ),
 )
