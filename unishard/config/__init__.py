@@ -18,7 +18,7 @@ from unishard.config.launch import LaunchSettings
 from unishard.config.logging import Logging
 from unishard.config.offload import Offload
 from unishard.config.optimizer import Optimizer, ParameterGroup
-from unishard.config.parallel import ExpertParallel, Parallel, SequenceParallel
+from unishard.config.parallel import ExpertParallel, Parallel, SequenceParallel, TensorParallel
 from unishard.config.precision import Precision
 from unishard.config.profile import Profile
 from unishard.config.quantization import Quantization
@@ -50,6 +50,7 @@ __all__ = [
     "Section",
     "SequenceParallel",
     "Sharding",
+    "TensorParallel",
     "Training",
     "expect_config",
     "items_of",
