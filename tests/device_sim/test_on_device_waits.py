@@ -55,6 +55,19 @@ def shared(feature: str) -> Waits:
         return waits(engine, share(WARM + MEASURED, rank=0, world=1, model="llama"), "warn")
 
 
+def with_experts(sizes: tuple[int, ...]) -> list[Waits]:
+    """The waits of a warm step of a mixture whose experts are divided by each size."""
+    found = []
+    for size in sizes:
+        model = FEATURES["experts"].models["mixtral"].build()
+        model.set_experts_implementation("batched_mm")  # the others wait themselves
+        with unishard.prepare(
+            model, config("fsdp", "full_shard", optimizer=ADAMW, parallel={"expert": size})
+        ) as engine:
+            found.append(waits(engine, share(WARM + MEASURED, rank=0, world=1, model="llama"), "warn"))
+    return found
+
+
 def waits(engine: unishard.Engine, data: list[dict[str, torch.Tensor]], mode: str) -> Waits:
     """The waits of a warm step."""
     from simulated_cuda import device
@@ -116,3 +129,11 @@ def test_a_step_waits_for_nothing_more_where_recurrences_are_split():
     for rank in run_ranks(2, on_a_rank_shared, RECURRENCES, timeout=300):
         for found in rank:
             assert {name: number for name, number in found.kinds.items() if number > SHARED.get(name, 0)} == {}
+
+
+LAYERS = 2
+
+
+def test_a_layer_with_divided_experts_waits_once():
+    for whole, divided in run_ranks(2, with_experts, (1, 2), timeout=300):
+        assert divided.kinds == whole.kinds | {"copy_ to the host": LAYERS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from harness import BACKENDS, config, in_ranks, my_rank, of_all_ranks, refused
 from sliced_training import SAMPLES, STRATEGIES, WINDOW, compared, loss_of, plainly, tokens, trained
 
 import unishard
+from dev.ranks.recording import Recorder
 from unishard.parallel import dispatch
 
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
@@ -137,6 +139,22 @@ def test_ranks_generate_and_evaluate_as_far_as_they_need(backend, strategy):
     assert own == pytest.approx(losses, rel=1e-6)
 
 
+@in_ranks(cells=((1, 0, 0), (2, 6, 4)))
+def test_tokens_and_their_gradients_travel_there_and_back(size, forward, backward):
+    """In each of 2 layers: how many, the tokens, and the results; in backward the gradients of both."""
+    recorder, batch = Recorder(), tokens(my_rank())
+    cfg = configured("fsdp", size=size).override("training.gradient_accumulation_steps=1")
+    with unishard.prepare(build("mixtral"), cfg) as engine, recorder:
+        recorder.phase = "forward"
+        loss = loss_of(engine(input_ids=batch, labels=batch))
+        recorder.phase = "backward"
+        engine.backward(loss)
+        recorder.phase = "step"
+        engine.step()
+    found = Counter(each.phase for each in recorder.events if each.kind == "c10d::alltoall_base_")
+    assert found == Counter(forward=forward, backward=backward)
+
+
 @in_ranks
 def test_a_factor_that_is_left_out_is_seen():
     """That of FSDP2's means over the ranks with the same experts."""
@@ -153,7 +171,7 @@ def test_a_factor_that_is_left_out_is_seen():
     cells=(
         ("dense", "parallel.expert=2", "LlamaForCausalLM has none that it knows"),
         ("mixtral", "parallel.expert=4", "which does not divide 2 ranks; write 2"),
-        ("mixtral", "sharding.replicate=[experts]", "leave it out"),
+        ("mixtral", "sharding.replicate=[experts]", "of which `parallel` gives each rank a part; leave it out"),
         ("weighs inputs", "parallel.expert=2", "experts (Experts): its forward must"),
     )
 )

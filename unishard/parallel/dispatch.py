@@ -78,13 +78,15 @@ class Dispatch:
         total = size * self.local
         known = torch.where((flat >= 0) & (flat < total), flat, total)
         order = torch.argsort(known, stable=True)
-        send = torch.bincount(known, minlength=total + 1)[:total].view(size, self.local)
+        counts = known.new_zeros(total + 1).scatter_add_(0, known, torch.ones_like(known))  # `bincount` waits on CUDA
+        send = counts[:total].view(size, self.local)
         receive = torch.empty_like(send)
         dist.all_to_all_single(receive, send, group=peers)
-        sent, received = send.sum(1).tolist(), receive.sum(1).tolist()
+        sent, received = torch.stack([send.sum(1), receive.sum(1)]).tolist()  # the only wait
         order = order[: sum(sent)]
         inputs = all_to_all(tokens[order // chosen.shape[-1]], received, sent, peers)
-        numbers = torch.arange(self.local, device=tokens.device).repeat(size).repeat_interleave(receive.reshape(-1))
+        numbers = torch.arange(self.local, device=tokens.device).repeat(size)
+        numbers = numbers.repeat_interleave(receive.reshape(-1), output_size=sum(received))
         outputs = all_to_all(self._computed(inputs, numbers[:, None]), sent, received, peers)
         return outputs.new_zeros((len(flat), outputs.shape[-1])).index_copy(0, order, outputs)
 
