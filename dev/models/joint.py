@@ -25,7 +25,7 @@ from dev.models.playing import LIMIT, deviations, record, worst
 from dev.models.runs import UPDATES, WORLD, Run, config_of
 from unishard.errors import ModelError
 from unishard.failures.endings import is_lost_connection
-from unishard.parallel.finding import find_experts
+from unishard.parallel.experts.finding import find_experts
 from unishard.testing.cells import BACKENDS
 
 __all__ = [

@@ -15,7 +15,7 @@ from sliced_training import SAMPLES, STRATEGIES, WINDOW, compared, loss_of, plai
 
 import unishard
 from dev.ranks.recording import Recorder
-from unishard.parallel import dispatch
+from unishard.parallel.experts import dispatch
 
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import nn
 
 from unishard.config import Parallel
-from unishard.parallel.expert_slices import ExpertSlices
+from unishard.parallel.experts import ExpertSlices
 from unishard.parallel.groups import Groups, make_groups
 from unishard.parallel.tensor import TensorSlices
 

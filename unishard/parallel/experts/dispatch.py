@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unishard.errors import ModelError
 from unishard.parallel.collectives import all_to_all, reach, scale_gradient, seen_as
-from unishard.parallel.finding import ExpertLayer
+from unishard.parallel.experts.finding import ExpertLayer
 from unishard.parallel.groups import Groups
 
 _FEW = 4

@@ -10,8 +10,8 @@ from torch import nn
 
 from unishard.distributed.slices import slice_of
 from unishard.parallel.cutting import cut
-from unishard.parallel.dispatch import Dispatch
-from unishard.parallel.finding import ExpertLayer, find_experts
+from unishard.parallel.experts.dispatch import Dispatch
+from unishard.parallel.experts.finding import ExpertLayer, find_experts
 from unishard.parallel.groups import Groups
 
 
