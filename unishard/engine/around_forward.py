@@ -35,11 +35,11 @@ class AroundForward:
         """
         chunk_tokens = None if plan.optimizer is None else plan.loop.loss_chunk_tokens
         self.sequences: SplitSequences | None = None
+        self.sharing = plan.topology.world_size // plan.data_share.of
+        """Neighboring ranks that read the same samples."""
         self.samples = self.calls = None
-        if plan.data_share.of < plan.topology.world_size:
-            self.samples = SharedSamples(
-                plan.topology.world_size // plan.data_share.of, shared_by(plan.sequence.size, plan.tensor)
-            )
+        if self.sharing > 1:
+            self.samples = SharedSamples(self.sharing, shared_by(plan.sequence.size, plan.tensor))
         if plan.tensor > 1:
             self.calls = SharedSamples(plan.tensor, "parallel.tensor.size")
         with ExitStack() as put:

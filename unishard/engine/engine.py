@@ -77,9 +77,7 @@ class Engine(OtherNames, Process):
         if updates is not None:
             self._observers = observers_of(plan.observe, updates, order.place, ExpectedMemory(plan.memory))
         self._buffers = Buffers(plan.loop.buffers, adapter, order)
-        self._evaluation = Evaluation(
-            adapter, order, self._buffers, around, plan.data_share, trains=updates is not None
-        )
+        self._evaluation = Evaluation(adapter, order, self._buffers, around, trains=updates is not None)
         self._batching = Batching(
             plan.loop,
             plan.data_share,

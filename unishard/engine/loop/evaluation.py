@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unishard.config.data_share import DataShare
 from unishard.contract.adapter import ShardedModel
 from unishard.data.batches import to_device
 from unishard.data.loader import ShareLoader
@@ -39,7 +38,6 @@ class Evaluation:
         order: CallOrder,
         buffers: Buffers,
         around: AroundForward,
-        share: DataShare,
         *,
         trains: bool,
     ) -> None:
@@ -47,7 +45,7 @@ class Evaluation:
         self._order = order
         self._buffers = buffers
         self._sequences, self._calls = around.sequences, around.calls
-        self._sharing = dist.get_world_size() // share.of
+        self._sharing = around.sharing
         self._trains = trains
         self.lockstep_open: Lockstep | None = None
         """Set inside a `lockstep` block."""
