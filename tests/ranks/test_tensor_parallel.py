@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import BACKENDS, config, in_ranks, my_rank, refused
+from harness import BACKENDS, config, in_ranks, my_rank, of_all_ranks, refused
 from sliced_training import SAMPLES, STRATEGIES, WINDOW, compared, loss_of, plainly, tokens, trained
 from tensor_models import PLAN, build
 
@@ -28,7 +28,7 @@ def configured(backend: str, strategy: str = "full_shard", size: int = 2, **sect
         *((backend, strategy, "tied") for backend in BACKENDS for strategy in (*STRATEGIES, "shard_optimizer")),
         *((backend, STRATEGIES[at], "qwen3, one key head") for at, backend in enumerate(BACKENDS)),
         *((backend, STRATEGIES[at], "biased") for at, backend in enumerate(BACKENDS[::-1])),
-        *((backend, "full_shard", "mixtral") for backend in BACKENDS),
+        *((backend, strategy, "mixtral") for backend in BACKENDS for strategy in ("full_shard", "no_shard")),
     )
 )
 def test_training_is_that_of_plain_torch(backend, strategy, name):
@@ -65,13 +65,16 @@ def test_beside_other_fields(backend, strategy, field):
         ("deepspeed", "full_shard", "llama", "tensor=2 sequence=2"),
         ("fsdp", "full_shard", "qwen3moe", "tensor=2 expert=4"),
         ("deepspeed", "shard_grad_op", "qwen3moe", "tensor=2 expert=2"),
+        ("fsdp", "hybrid_shard", "tied", "tensor=2"),
+        ("deepspeed", "hybrid_shard", "tied", "tensor=2"),
     ),
 )
 def test_four_ranks(backend, strategy, name, parallel):
     """Ranks with the same part, and other keys: neighbors have layers together, then sequences."""
     sizes = dict(each.split("=") for each in parallel.split())
     sections = {key: int(size) for key, size in sizes.items()}
-    compared(configured(backend, strategy, parallel=sections), build, name)
+    sharding = {"strategy": strategy, **({"group_size": 2} if strategy.startswith("hybrid") else {})}
+    compared(configured(backend, sharding=sharding, parallel=sections), build, name)
 
 
 @in_ranks(cells=tuple((backend, strategy) for backend in BACKENDS for strategy in STRATEGIES))
@@ -167,3 +170,16 @@ def test_what_cannot_be_cut_is_refused_and_left_as_it_is():
     assert before == {key: value.shape for key, value in model.named_parameters()}
     cfg = configured("fsdp", size=3)
     assert "parallel.tensor.size: is 3, which does not divide 2 ranks" in refused(unishard.prepare, model, cfg)
+
+
+@in_ranks(world=4)
+def test_a_group_reads_the_same_samples_and_draws_the_same_random_numbers():
+    cfg = configured("fsdp").override("training.gradient_accumulation_steps=1")
+    dataset = [{"input_ids": tokens(number)[0], "labels": tokens(number)[0]} for number in range(8)]
+    with unishard.prepare(build("llama"), cfg) as engine:
+        drawn = of_all_ranks(torch.rand(1).item())
+        read = [batch["input_ids"] for batch in engine.batches(unishard.dataloader(dataset, cfg))]
+        everyones = of_all_ranks([batch.tolist() for batch in read])
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+    assert everyones[0] == everyones[1] != everyones[2] == everyones[3]
+    assert len(read) == 2  # micro-batches of 2 for each of 2 groups
