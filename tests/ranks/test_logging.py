@@ -9,14 +9,28 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from harness import BACKENDS, EACH, config, heard, in_ranks, my_rank, own_share, prepare, refused, train, update
+from harness import (
+    BACKENDS,
+    EACH,
+    config,
+    heard,
+    in_ranks,
+    my_rank,
+    own_share,
+    prepare,
+    refused,
+    share,
+    train,
+    update,
+)
 
+import unishard
 from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.engine.model.shape import shape_of
 from unishard.observe.destinations import table
 from unishard.observe.throughput import flops_per_token
-from unishard.testing.models import MODELS
+from unishard.testing.models import MODELS, llama
 
 WINDOWS = {"training": {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}}
 
@@ -155,6 +169,22 @@ def test_a_language_model_has_tokens_per_second_and_flops_of_the_formula(backend
     assert flops == (6 * count, 12 * model.config.num_hidden_layers * model.config.hidden_size)
     for line in lines(root):
         assert line["tokens_per_second"] > line["samples_per_second"] > 0
+
+
+@in_ranks(cells=(("",), ("sequence",), ("tensor",)))
+def test_samples_and_tokens_that_ranks_share_count_once(key, root):
+    parallel = {"parallel": {key: 2}} if key else {}
+    cfg = config("fsdp", logging=logging(root), optimizer={"name": "adamw"}, **parallel)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 42}
+    data = share(1, rank=0, world=1, model="llama") if key else own_share(1, "llama")
+    data = [{name: values[:, :10] for name, values in each.items()} for each in data]  # it needs no padding
+    with unishard.prepare(llama(**sizes), cfg) as engine:
+        train(engine, data)
+    (line,) = lines(root)
+    samples, length = data[0]["input_ids"].shape
+    groups = 1 if key else 2
+    assert line["samples_per_second"] * line["step_seconds"] == pytest.approx(samples * groups)
+    assert line["tokens_per_second"] * line["step_seconds"] == pytest.approx(samples * length * groups)
 
 
 # -- the user's values -----------------------------------------------------------------------------
