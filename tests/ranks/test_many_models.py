@@ -79,7 +79,7 @@ def sloped(critic, batch, penalty):
     (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=penalty)
     if not penalty:
         return critic((inputs + slope).detach()).square().mean()
-    # The mean of the outputs is subtracted from a penalty of up to 1, and what is left has the rounding of both.
+    # Beside 1, since the mean of the outputs is subtracted from a penalty of up to 1: what is left has their rounding.
     return 1 + output.mean() + (slope.norm(dim=1) - 1).square().mean()
 
 
@@ -107,8 +107,8 @@ def test_other_gradients_of_an_output_are_refused_by_name(backend, strategy, pen
 
 
 def distilled(backend, strategy, precision, order=("student", "teacher")):
-    """Losses and norms of a student; and what its teacher holds, which is under full_shard whatever its own strategy
-    is, with its parameters."""
+    """Losses and norms of a student; and what its teacher holds, under full_shard whatever the student's strategy is,
+    and its parameters."""
     torch.manual_seed(3)
     taught, teaching = configured(backend, strategy, precision), config(backend, "full_shard", precision=precision)
     prepared = {

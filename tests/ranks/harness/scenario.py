@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -39,6 +40,8 @@ class Scenario:
     """Of an engine or a plain model, and a micro-batch. By default the field of what it returns."""
     micro_batches: int = MICRO_BATCHES
     world: int = 2
+    around: Callable[[Any], AbstractContextManager[Any]] | None = None
+    """A block of an engine with the forward and the backward of a micro-batch."""
     disturb: Callable[[Any, int], None] | None = None
     """Is done to the engine after the backward of each micro-batch, and changes nothing that is compared."""
 
@@ -54,8 +57,9 @@ class Scenario:
         for number, micro_batch in enumerate(
             engine.batches([self.data(number, engine.rank) for number in range(self.micro_batches)])
         ):
-            loss = self.loss(engine, micro_batch) if self.loss else engine(**micro_batch).loss
-            engine.backward(loss)
+            with self.around(engine) if self.around else nullcontext():
+                loss = self.loss(engine, micro_batch) if self.loss else engine(**micro_batch).loss
+                engine.backward(loss)
             if self.disturb:
                 self.disturb(engine, number)
             done.append((engine.mean(loss), engine.step()))
