@@ -34,6 +34,7 @@ PIECES = (
     Piece("resume", "resume", "a checkpoint of one engine resumed by the other", 300),
     Piece("frameworks", "frameworks", "loops of training frameworks on both engines beside the frameworks' own", 300),
     Piece("two_ranks", "two_ranks", "two ranks on one device against plain torch", 560),
+    Piece("parallel", "parallel", "layers, experts and sequences over ranks, for which it needs two cards", 560),
     Piece("offload", "offload", "pinned offload, 50 times the same bits", 540),
     Piece("async_save", "async_save", "a checkpoint written while training continues", 240),
     Piece("memory", "memory", "the peak that `unishard plan` says, out-of-memory errors, and snapshots", 400),
