@@ -34,6 +34,7 @@ class AroundForward:
             ModelError: The model cannot do one of them; it is as before.
         """
         chunk_tokens = None if plan.optimizer is None else plan.loop.loss_chunk_tokens
+        self.sliced = sliced
         self.sequences: SplitSequences | None = None
         self.sharing = plan.topology.world_size // plan.data_share.of
         """Neighboring ranks that read the same samples."""

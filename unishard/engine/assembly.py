@@ -10,9 +10,11 @@ from torch import nn
 from unishard.contract.adapter import ShardedModel, Updates
 from unishard.contract.plan import OptimizerPlan, RunPlan
 from unishard.distributed.dtypes import DTYPES
+from unishard.engine.around_forward import AroundForward
 from unishard.engine.entered_modules import named_with_class, watch_modules
 from unishard.engine.guards.added_modules import AddedModules
 from unishard.engine.guards.copied_containers import CopiedContainers
+from unishard.engine.guards.cut_blocks import CutBlocks
 from unishard.engine.guards.divided_loss import DividedLoss
 from unishard.engine.guards.edited_gradients import EditedGradients, Shown
 from unishard.engine.guards.ended_schedule import EndedSchedule
@@ -98,7 +100,7 @@ def training_guards(
     trainable: Trainable,
     unshared_data: UnsharedData,
     shown: Shown,
-    sequences: SplitSequences | None,
+    around: AroundForward,
 ) -> list[Guard]:
     """The guards of a training loop, in the order in which they look. Collective."""
     module, place, full = updates.model.module, order.place, plan.guard.full_weights
@@ -114,7 +116,8 @@ def training_guards(
         ForeignBackward(updates, order.blocks),
         SkippedUpdates(),
         unshared_data,
-        *([] if sequences is None else _of_sequences(updates.model, sequences, order)),
+        *([] if around.sequences is None else _of_sequences(updates.model, around.sequences, order)),
+        *([CutBlocks(around.sliced)] if around.sliced.exchanges else []),
     ]
     if order.ranks.compared:
         guards.append(ReachedParameters(updates, place, plan.model.classes))

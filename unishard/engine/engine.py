@@ -96,7 +96,7 @@ class Engine(OtherNames, Process):
         if updates is None or plan.optimizer is None:
             module.eval()
         else:
-            guards = training_guards(updates, plan, order, trainable, self._unshared_data, shown, sequences)
+            guards = training_guards(updates, plan, order, trainable, self._unshared_data, shown, around)
             self._accumulation = training_windows(updates, plan.optimizer, plan, order, self._observers, guards)
         self._checkpoints = SaveAndLoad(
             Run(

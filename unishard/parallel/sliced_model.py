@@ -21,6 +21,8 @@ class _Slices(Protocol):
 
     def let_go(self) -> None: ...
 
+    def prove(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -61,6 +63,15 @@ class SlicedModel:
         """
         for slices in self._slices:
             slices.count_gradients(over_holders=over_holders)
+
+    def prove(self) -> None:
+        """Check, once it was called, that the model computes what it computed before it was cut. Collective.
+
+        Raises:
+            ModelError: It does not; names the part.
+        """
+        for slices in self._slices:
+            slices.prove()
 
     def let_go(self) -> None:
         """Keep no full tensors any more: the engine is about to shard what is left."""

@@ -24,10 +24,11 @@ They are a list (`unishard.engine.assembly.training_guards`); the loop calls the
 | `mixed_positions` | a layer that sees a part of a sequence | first, and at updates | 3 to 4 forwards, later 2 |
 | `unweighed_loss` | a mean of uneven parts, or with padding | always | the last nodes of the graph of a loss |
 | `recomputed_attention` | attention over a part, in backward | always | an attribute |
+| `cut_blocks` | heads and features of a part, taken for those of the whole | first | 2 forwards of a block |
 
 "By modules": `module_hooks` registers hooks on modules, once for all guards, and tells them.
 
-The last three are there with `parallel.sequence`.
+The last four are there with `parallel`.
 
 When: `Sampling` chooses the updates, and in each the micro-batches, that are looked at closely: all of the first ten
 updates, in which a habit shows, and later one micro-batch of one update in 40.

@@ -40,6 +40,9 @@ class ExpertSlices:
         for dispatch in self._dispatches:
             dispatch.factor = 1 / dispatch.groups.size if over_holders else 1.0
 
+    def prove(self) -> None:
+        """As in `SlicedModel`: each dispatch proves its experts in the first forward."""
+
     def let_go(self) -> None:
         """As in `SlicedModel`."""
         self._full.pop_all()

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
-from unishard.distributed.slices import slice_of
 from unishard.errors import ModelError
 from unishard.parallel.groups import Groups
+from unishard.parallel.tensor.applied import apply_styles, has_slices
+from unishard.parallel.tensor.block_proof import BlockProof
+from unishard.parallel.tensor.blocks import blocks_of
 from unishard.parallel.tensor.cutter import Cutter
-from unishard.parallel.tensor.heads import Heads
 from unishard.parallel.tensor.plan import rules_of, styled
 from unishard.parallel.tensor.proof import FirstForward
-from unishard.parallel.tensor.styles import MODULES, PARAMETERS, Target, style_tied
 
 
 class TensorSlices:
@@ -33,12 +33,13 @@ class TensorSlices:
         """
         self._model = model
         self._modules: dict[str, nn.Module] = dict(model.named_modules())
-        self._experts = {module for module in self._modules.values() if _has_slices(module)}
+        self._experts = {module for module in self._modules.values() if has_slices(module)}
         """Those that are divided whole, by `parallel.expert`."""
         self._cutter = Cutter(self._modules, groups)
-        self._heads = Heads(self._cutter, self._modules)
+        self._proof: BlockProof | None = None
         try:
-            self._cut(styled(rules_of(model, plan), self._names(), all_match=plan != "auto"))
+            styles = styled(rules_of(model, plan), self._names(), all_match=plan != "auto")
+            self._cut({name: style for name, style in styles.items() if self._owner(name) not in self._experts})
             self._watch(groups)
         except BaseException:
             self.close()
@@ -49,23 +50,12 @@ class TensorSlices:
         yield from (name for name, _ in self._model.named_parameters(remove_duplicate=False))
 
     def _cut(self, styles: dict[str, str]) -> None:
-        for name, style in styles.items():
-            if self._owner(name) in self._experts:
-                continue
-            known = MODULES if name in self._modules else PARAMETERS
-            if style not in known:
-                raise ModelError(
-                    f"parallel.tensor.plan: the style {style} of {name} is not supported there; write one of "
-                    f"{', '.join(sorted(known))}"
-                )
-            if name in self._modules:
-                for each in _in_use(self._modules[name]):
-                    MODULES[style](self._target(name, each))
-            else:
-                self._cut_parameter(name, style)
-        for name, module in self._modules.items():
-            if module not in self._cutter.slices and module not in self._experts and _has_slices(module):
-                style_tied(self._target(name, module))
+        groups = self._cutter.groups
+        if groups.peers is not None:
+            blocks = blocks_of(self._model, self._modules, styles, self._experts)
+            self._proof = BlockProof(self._model, blocks, groups)
+            self._cutter.put.callback(self._proof.close)
+        apply_styles(self._cutter, self._modules, styles)
         if not self._cutter.slices:
             raise ModelError(
                 f"parallel.tensor: the plan cuts nothing of {type(self._model).__name__} over "
@@ -81,14 +71,6 @@ class TensorSlices:
             whole = {name: each for name, each in self._modules.items() if name and self._cutter.uses_whole(each)}
             self._cutter.put.callback(FirstForward(self._model, whole, groups.peers).close)
 
-    def _cut_parameter(self, name: str, style: str) -> None:
-        owner, _, own = name.rpartition(".")
-        PARAMETERS[style](self._cutter, self._modules[owner], own)
-
-    def _target(self, name: str, module: nn.Module) -> Target:
-        parent = self._modules.get(name.rpartition(".")[0])
-        return Target(self._cutter, self._heads, name, module, parent)
-
     def count_gradients(self, *, over_holders: bool) -> None:
         """Multiply the gradients of slices so that what the engine makes of them is the mean over all ranks.
 
@@ -96,6 +78,11 @@ class TensorSlices:
             over_holders: Whether it averages them over their holders; if not, it divides their sum by all ranks.
         """
         self._cutter.factor = 1.0 if over_holders else float(self._cutter.groups.size)
+
+    def prove(self) -> None:
+        """As in `SlicedModel`."""
+        if self._proof is not None:
+            self._proof.prove()
 
     def let_go(self) -> None:
         """Keep no full tensors any more: the engine is about to shard what is left."""
@@ -105,13 +92,3 @@ class TensorSlices:
         """Leave the modules as they were, and the tensors that were not let go."""
         self._cutter.full.close()
         self._cutter.put.close()
-
-
-def _has_slices(module: nn.Module) -> bool:
-    return any(map(slice_of, module.parameters(recurse=False)))
-
-
-def _in_use(module: Any) -> list[nn.Module]:
-    """A module, or those that peft's wrapper passes its calls to."""
-    copies = getattr(module, "modules_to_save", None)
-    return [module.original_module, *copies.values()] if isinstance(copies, nn.ModuleDict) else [module]
