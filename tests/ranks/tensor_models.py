@@ -103,27 +103,38 @@ def build(name: str) -> nn.Module:
         if name == "own":
             return Own()
         if name.startswith("lora"):
-            return adapted(build("biased"), name)
-        stem, fields = FAMILIES[name]
+            return adapted(build("qwen3moe" if "experts" in name else "tied" if "words" in name else "biased"), name)
+        stem, fields = FAMILIES[name.removesuffix(", quantized")]
         kind = "Llama4TextConfig" if stem == "Llama4" else "Gemma3TextConfig" if stem == "Gemma3" else f"{stem}Config"
         model: nn.Module = getattr(transformers, f"{stem}ForCausalLM")(getattr(transformers, kind)(**SIZES | fields))
         for parameter in model.parameters():  # none is zero or one, as norms and biases begin
             if parameter.dim() < 2:
                 nn.init.uniform_(parameter, 0.5, 1)
+        if "quantized" in name:
+            model.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.zeros(9, 1).byte(), requires_grad=False)
         return model
+
+
+_ADAPTED: dict[str, dict[str, Any]] = {
+    "saved": {"modules_to_save": ["lm_head"]},
+    "all words": {"target_modules": ["embed_tokens"]},
+    "some words": {"trainable_token_indices": [3]},
+    "experts": {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
+    "parameter": {"target_modules": [], "target_parameters": ["o_proj.weight"]},
+}
+"""What adapters have beside linear modules, or in their place."""
 
 
 def adapted(model: nn.Module, name: str) -> nn.Module:
     """With adapters of every linear module."""
     import peft
 
-    more: dict[str, Any] = {"modules_to_save": ["lm_head"]} if "saved" in name else {}
+    more: dict[str, Any] = next((given for part, given in _ADAPTED.items() if part in name), {})
     config = peft.LoraConfig(
         r=2,
-        target_modules=r".*(_proj)",
         init_lora_weights=False,
         use_dora="dora" in name,
         lora_bias="biased" in name,
-        **more,
+        **{"target_modules": r".*(_proj)"} | more,
     )
     return peft.get_peft_model(model, config)

@@ -71,6 +71,7 @@ def test_gradients_are_those_of_the_whole_model(name):
     slices = TensorSlices(model, plan_of(name), part)
     slices.count_gradients(over_holders=True)
     loss = loss_of(model)
+    slices.prove()
     loss.backward()
     compared(plain, model, part)
     cut = [name for name, parameter in model.named_parameters() if slice_of(parameter) is not None]
@@ -92,6 +93,11 @@ def test_gradients_are_those_of_the_whole_model(name):
         ("own", "norm=replicate", "the plan cuts nothing of Own over 2 ranks"),
         ("own", "embed=embedding_colwise head=colwise_gather_output", "head.weight in two ways, as it is tied"),
         ("lora, dora", "auto", "q_proj, whose adapter (Linear) is not plain LoRA"),
+        ("llama, quantized", "auto", "quantized weights, such as model.layers.0.mlp.up_proj.weight; load the model in"),
+        ("lora, all words", "auto", "which is Embedding and no plain nn.Embedding; leave it out of the plan, or, if"),
+        ("lora, some words", "auto", "which is TrainableTokensWrapper and no plain nn.Embedding"),
+        ("lora, experts", "auto", "mlp.experts (ParamWrapper) are added up over ranks, but its weights are whole"),
+        ("lora, parameter", "auto", "o_proj, whose adapter is one of a parameter; name the module in target_modules"),
         (
             "three heads",
             "auto",

@@ -21,6 +21,16 @@ Change = Callable[[Tensor], Tensor]
 _QUANTIZED_BYTES = 1
 
 
+def require_plain(name: str, parameter: Tensor) -> None:
+    """Check that a weight is not quantized.
+
+    Raises:
+        ModelError: It is.
+    """
+    if not parameter.is_floating_point() or parameter.element_size() <= _QUANTIZED_BYTES:
+        raise ModelError(f"parallel.tensor cannot cut quantized weights, such as {name}; load the model in bf16")
+
+
 class Cutter:
     """Of one model."""
 
@@ -45,10 +55,7 @@ class Cutter:
         groups, where = self.groups, f"{self._names[module]}.{name}"
         part = groups.part(dim % parameter.dim(), packed)
         if (before := slice_of(parameter)) is None:
-            if not parameter.is_floating_point() or parameter.element_size() <= _QUANTIZED_BYTES:
-                raise ModelError(
-                    f"parallel.tensor cannot cut quantized weights, such as {where}; load the model in bf16"
-                )
+            require_plain(where, parameter)
             if parameter.shape[dim] % (groups.size * packed):
                 raise ModelError(
                     f"parallel.tensor is {groups.size}, which does not divide the {parameter.shape[dim] // packed} "

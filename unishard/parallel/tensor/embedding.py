@@ -20,8 +20,8 @@ def shape_of(name: str, module: nn.Module) -> torch.Size:
     """
     if not isinstance(module, nn.Embedding):
         raise ModelError(
-            f"parallel.tensor.plan cuts {name}, which is {type(module).__name__} and no nn.Embedding; leave it out of "
-            "the plan"
+            f"parallel.tensor.plan cuts {name}, which is {type(module).__name__} and no plain nn.Embedding; leave "
+            "it out of the plan, or, if peft has wrapped it, out of target_modules and trainable_token_indices"
         )
     if module.max_norm is not None or module.scale_grad_by_freq:
         raise ModelError(

@@ -8,7 +8,7 @@ from torch import nn
 
 from unishard.distributed.slices import full_shape
 from unishard.errors import ModelError
-from unishard.parallel.tensor.cutter import Change, Cutter
+from unishard.parallel.tensor.cutter import Change, Cutter, require_plain
 
 
 def base_of(name: str, module: Any) -> nn.Linear:
@@ -17,7 +17,14 @@ def base_of(name: str, module: Any) -> nn.Linear:
     Raises:
         ModelError: It is another module, or has other adapters than LoRA's two matrices.
     """
+    if hasattr(module, "parameter_name"):  # ParamWrapper of peft
+        raise ModelError(
+            f"parallel.tensor cannot cut {name}, whose adapter is one of a parameter; name the module in "
+            "target_modules in place of the parameter in target_parameters"
+        )
     base = getattr(module, "base_layer", module)
+    for own, parameter in base.named_parameters(recurse=False):
+        require_plain(f"{name}.{own}", parameter)
     if not isinstance(base, nn.Linear):
         raise ModelError(
             f"parallel.tensor.plan cuts {name}, which is {type(base).__name__} and no nn.Linear; leave it out of "
