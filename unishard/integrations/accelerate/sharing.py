@@ -1,4 +1,4 @@
-"""How Accelerate counts ranks where groups of them share samples (`parallel.sequence`)."""
+"""How Accelerate counts ranks where groups of them share samples (`parallel.sequence`, `parallel.tensor`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler
 
 from unishard.config import Config
-from unishard.config.data_share import data_share_of
+from unishard.config.data_share import data_share_of, shared_by
 from unishard.config.topology import Topology
 from unishard.distributed.nested_tensors import replace_tensors
 from unishard.errors import ConfigError, Problem
@@ -27,10 +27,12 @@ class Sharing:
         """Look at the ranks that there are.
 
         Raises:
-            ConfigError: `parallel.sequence.size` does not divide them.
+            ConfigError: The ranks of a group do not divide them.
         """
         state = PartialState()
         self.size = cfg.parallel.sharing
+        self.field = shared_by(cfg.parallel.sequence.size, cfg.parallel.tensor.size)
+        """Of the config, by which ranks share samples."""
         self._share = data_share_of(cfg, Topology(world_size=state.num_processes, rank=state.process_index))
         self.leads = state.process_index % self.size == 0
         """Whether this rank speaks for its group."""
@@ -65,7 +67,7 @@ class Sharing:
             ConfigError: It is asked for.
         """
         if self.on and dispatches:
-            what = "reads on one rank for all, and does not know groups of parallel.sequence; write false"
+            what = f"reads on one rank for all, and does not know groups of {self.field}; write false"
             raise ConfigError([Problem("dispatch_batches", what)])
 
     def align(self, loader: Any) -> None:

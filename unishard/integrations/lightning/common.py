@@ -100,7 +100,7 @@ def share_of(strategy: Any, cfg: Config) -> dict[str, int]:
     """Which samples a rank reads, for Lightning's sampler; ranks that share samples read the same.
 
     Raises:
-        ConfigError: `parallel.sequence.size` does not divide the ranks.
+        ConfigError: The ranks that share samples do not divide the ranks.
     """
     ranks = strategy.num_nodes * strategy.num_processes
     share = data_share_of(cfg, Topology(world_size=ranks, rank=strategy.global_rank))

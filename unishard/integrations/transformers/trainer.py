@@ -76,12 +76,13 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
 
     def _refuse_own_samples(self) -> None:
         """Raise ConfigError if ranks that share samples would each make their own."""
-        if self.accelerator.sharing.on and any(hasattr(self, name) for name in _GENERATES):
+        sharing = self.accelerator.sharing
+        if sharing.on and any(hasattr(self, name) for name in _GENERATES):
             what = (
-                f"is {self.accelerator.sharing.size}, but {type(self).__name__} trains on what each rank generates, "
+                f"is {sharing.size}, but {type(self).__name__} trains on what each rank generates, "
                 "which ranks cannot share; set it to 1"
             )
-            raise ConfigError([Problem("parallel.sequence.size", what)])
+            raise ConfigError([Problem(sharing.field, what)])
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the Trainer's accelerator, and put it on the engines."""
@@ -135,6 +136,9 @@ class UnishardMixin(_Trainer):  # type: ignore[misc]
         # The trainer divides by the ranks that have the same batch, also where it has not added theirs up.
         added = self.args.average_tokens_across_devices and self.args.world_size > 1
         return items if items is None or added else items * self.accelerator.sharing.size
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # under `parallel` they are on several, and the engine clips them all the same
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
