@@ -16,6 +16,7 @@ from sliced_training import SAMPLES, STRATEGIES, WINDOW, compared, loss_of, plai
 import unishard
 from dev.ranks.recording import Recorder
 from unishard.parallel.experts import dispatch
+from unishard.testing.features.quantization import quantized_by_bitsandbytes, with_adapters
 
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 
@@ -137,6 +138,23 @@ def test_ranks_generate_and_evaluate_as_far_as_they_need(backend, strategy):
             own = [loss_of(engine(input_ids=each, labels=each)).item() for each in map(tokens, range(1 + my_rank()))]
     assert torch.equal(generated, expected)
     assert own == pytest.approx(losses, rel=1e-6)
+
+
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+def test_adapters_train_on_a_quantized_base_beside_divided_experts(backend):
+    """QLoRA of attention, whose experts are frozen."""
+
+    def adapted() -> Any:
+        model = quantized_by_bitsandbytes(build("mixtral").requires_grad_(False), "nf4")
+        return with_adapters(model)
+
+    plain, batch = adapted().train(), tokens(0)
+    loss_of(plain(input_ids=batch, labels=batch)).backward()
+    norm = torch.nn.utils.get_total_norm([each.grad for each in plain.parameters() if each.grad is not None])
+    cfg = configured(backend).override("training.gradient_accumulation_steps=1")
+    with unishard.prepare(adapted(), cfg) as engine:
+        engine.backward(loss_of(engine(input_ids=batch, labels=batch)))
+        assert engine.step().grad_norm == pytest.approx(norm.item(), rel=1e-6)
 
 
 @in_ranks(cells=((1, 0, 0), (2, 6, 4)))
