@@ -88,7 +88,7 @@ _OWN: Mapping[str, Rule] = {
             "a number with parallel.expert or parallel.tensor",
             lambda cfg: cfg.sharding.reshard_group is not None and bool(cfg.parallel.slices),
             Fit.UNSUPPORTED,
-            "hpZ keeps parts on neighboring ranks, which have different parts of weights; write true or false",
+            "hpZ keeps parts on neighboring ranks, which have different slices; write true or false",
         ),
         When(
             "a number with offload.params nvme",

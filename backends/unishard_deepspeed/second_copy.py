@@ -51,8 +51,8 @@ def _refusal(cfg: Config, size: int, world: int) -> str:
             f"makes groups of its own beside those of {cfg.sharding.strategy}; remove it, or set sharding.strategy "
             "to full_shard"
         )
-    if cfg.parallel.slices:
-        return f"keeps parts on neighboring ranks, which have different weights with {cfg.parallel.slices}; remove it"
+    if slices := cfg.parallel.slices:
+        return f"keeps parts on neighboring ranks, which have different slices with {slices}; remove it"
     if cfg.sharding.reshard_group is not None:
         return (
             f"is decided by sharding.reshard_after_forward, which is {cfg.sharding.reshard_group}; remove one of "

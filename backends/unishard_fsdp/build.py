@@ -106,7 +106,7 @@ def _updates(
         optional: Sharded parameters that a rank may skip.
     """
     native, device, modules, cases = model.native, model.device, model.modules(), model.cases
-    late = _averages_late(native)
+    late, shards = _averages_late(native), isinstance(native, options.FullyShard)
     toggled = ToggledParameters(model.module, modules, mixed=_is_mixed(model.precision))
     cases.append(toggled)
     if embeddings:
@@ -123,7 +123,6 @@ def _updates(
         replicated = ReplicatedParameters(model.module, model.precision)
         model.masters, whole = replicated.masters, replicated.trained
         cases.append(replicated)
-    slices = [each for each in model.trained if holders_of(each)] if isinstance(native, options.Replicate) else []
     on_host = None
     if isinstance(native, options.FullyShard) and native.host_optimizer:
         pin_memory = native.host_optimizer.pin_memory and device.type == "cuda"
@@ -141,11 +140,16 @@ def _updates(
         own_hooks=stepped.hooks,
         before_change=stepped.before_change,
         masters=model.masters,
-        others=whole or slices,
-        copies_of_others=dist.get_world_size(holders_of(slices[0]) if slices else None),
+        others=dict.fromkeys(whole, dist.get_world_size()) if shards else _holders(model.trained),
     )
     skippable = {*(model.trained if native.reduce_scatter_unused_params else optional), *whole}
     return FSDPUpdates(model, gradients, stepped, toggled, averages_late=late, skippable=skippable)
+
+
+def _holders(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, int]:
+    """How many ranks hold each slice."""
+    groups = {each: holders_of(each) for each in parameters}
+    return {each: dist.get_world_size(group) for each, group in groups.items() if group is not None}
 
 
 def _is_mixed(precision: Precision) -> bool:

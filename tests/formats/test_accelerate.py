@@ -94,6 +94,7 @@ def groups(replicate, shard, **others):
 def test_groups_count_the_ranks_of_a_model_that_is_split():
     found = items(groups(2, 2, tp_size=2))
     assert found["parallelism_config.parallelism_config_tp_size"].fit is Fit.EQUIVALENT
+    assert config(groups(2, 2, tp_size=2)).sharding.group_size == 4
     assert "ranks of the" not in found["parallelism_config.parallelism_config_dp_shard_size"].note
 
 

@@ -104,7 +104,7 @@ def test_a_group_of_experts_divides_the_ranks(size, ranks, instead):
         ),
         (
             {"reshard_after_forward": 4},
-            "sharding.reshard_after_forward: is 4, which does not divide the 2 ranks that have the same experts; write "
+            "sharding.reshard_after_forward: is 4, which does not divide the 2 ranks that have the same slices .*; write "
             "true or false",
         ),
     ],

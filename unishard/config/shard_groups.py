@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import lcm
+from math import gcd
 
 from unishard.config import Config
 from unishard.config.describe import count_of
@@ -25,8 +25,8 @@ def check_groups(cfg: Config, topology: Topology) -> None:
     Raises:
         ConfigError: `sharding.group_size`, or its default from the node, does not divide the ranks, or is 1; or
             `sharding.reshard_after_forward` is a number that does not divide the ranks that share one copy, or have the
-            same parts of weights; or `parallel.expert.size` or `parallel.tensor.size` does not divide the ranks, or
-            those that share one copy.
+            same slices; or `parallel.expert.size` or `parallel.tensor.size` does not divide the ranks, or those that
+            share one copy.
     """
     require_divides("parallel.expert.size", cfg.parallel.expert.size, topology)
     require_divides("parallel.tensor.size", cfg.parallel.tensor.size, topology)
@@ -69,23 +69,22 @@ def require_divides(field: str, size: int, topology: Topology) -> None:
 
 def _check_slices(cfg: Config, topology: Topology) -> None:
     shared = shard_group_size(cfg, topology)
-    for key, size in (("expert", cfg.parallel.expert.size), ("tensor", cfg.parallel.tensor.size)):
-        if cfg.sharding.hybrid and shared % size:
+    for name, section in (("expert", cfg.parallel.expert), ("tensor", cfg.parallel.tensor)):
+        if cfg.sharding.hybrid and shared % section.size:
             message = (
-                f"is {size}, which does not divide the {shared} ranks that share one copy; write a size that does, or "
-                "set sharding.strategy to full_shard"
+                f"is {section.size}, which does not divide the {shared} ranks that share one copy; write a size that "
+                "does, or set sharding.strategy to full_shard"
             )
-            raise ConfigError([Problem(f"parallel.{key}.size", message)])
+            raise ConfigError([Problem(f"parallel.{name}.size", message)])
 
 
 def _check_reshard_group(cfg: Config, topology: Topology) -> None:
     kept, shared = cfg.sharding.reshard_group, shard_group_size(cfg, topology)
-    parts = lcm(cfg.parallel.expert.size, cfg.parallel.tensor.size)
-    size = max(1, shared // parts)
+    size = gcd(*(max(1, shared // each.size) for each in (cfg.parallel.expert, cfg.parallel.tensor)))
     if kept is None or shared == 1 or size % kept == 0:
         return
     fitting = [str(number) for number in range(2, size) if size % number == 0]
     instead = f"write {', '.join([*fitting, 'true'])} or false"
-    of = "have the same parts of weights" if parts > 1 else "share one copy"
+    of = f"have the same slices ({cfg.parallel.slices})" if cfg.parallel.slices else "share one copy"
     message = f"is {kept}, which does not divide the {size} ranks that {of}; {instead}"
     raise ConfigError([Problem("sharding.reshard_after_forward", message)])

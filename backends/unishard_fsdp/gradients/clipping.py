@@ -13,28 +13,24 @@ from torch.nn.utils import clip_grads_with_norm_
 from unishard.contract.kit.grad_norm import multiply, norm_of
 
 
-def total_norm(
-    gradients: list[Tensor], device: torch.device, *, copies: int, others: Sequence[Tensor] = (), copies_of_others: int
-) -> Tensor:
+def total_norm(gradients: Sequence[tuple[int, list[Tensor]]], device: torch.device) -> Tensor:
     """Global L2 norm, an fp32 scalar on `device`, equal on all ranks. Collective unless every rank holds all gradients.
 
     Uses local shards: one collective of one number instead of DTensor's dispatch per gradient. It reduces over all
     ranks even if groups each hold a copy, so that the norm is bit-equal and all ranks clip and skip alike.
 
     Args:
-        gradients: This rank's shards.
+        gradients: A number of copies over all ranks, and this rank's shards of which there are so many; and others.
         device: Where this rank computes.
-        copies: Number of copies of each gradient over all ranks.
-        others: Gradients beside those, of which there are more copies or fewer.
-        copies_of_others: Number of copies of each of these.
     """
-    norm = norm_of(gradients).to(device) if gradients else torch.zeros((), device=device)
+    (copies, shards), *others = gradients
+    norm = norm_of(shards).to(device) if shards else torch.zeros((), device=device)
     world = dist.get_world_size()
     if copies == world and not others:
         return norm
     square = norm.double().square()
-    if others:  # a part of each rank's: they are counted once, and the norm has the same bits on all
-        square += norm_of(others).to(device).double().square() * (copies / copies_of_others)
+    for number, some in others:  # a part of each rank's: they are counted once, and the norm has the same bits on all
+        square += norm_of(some).to(device).double().square() * (copies / number)
     if world > 1:
         dist.all_reduce(square)
     return (square / copies).sqrt().float()

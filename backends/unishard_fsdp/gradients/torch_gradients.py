@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import compress
-from operator import attrgetter, not_
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Protocol, final
 
@@ -48,8 +47,7 @@ class TorchGradients:
         own_hooks: int = 0,
         before_change: Callable[[], object] = lambda: None,
         masters: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
-        others: Collection[nn.Parameter] = (),
-        copies_of_others: int = 1,
+        others: Mapping[nn.Parameter, int] = MappingProxyType({}),
     ) -> None:
         """Of parameters that are sharded, or full on every rank.
 
@@ -63,8 +61,7 @@ class TorchGradients:
             own_hooks: How many hooks this package has on the optimizer.
             before_change: Called before gradients are changed that are final.
             masters: The master weights of parameters that are no master weights themselves.
-            others: Of the parameters, those of whose gradients there are more copies or fewer.
-            copies_of_others: How many.
+            others: The number for parameters of which there are more copies or fewer.
         """
         self.parameters = parameters
         self._device = device
@@ -75,7 +72,7 @@ class TorchGradients:
         self._own_hooks = own_hooks
         self._before_change = before_change
         self._masters = masters
-        self._others, self._copies_of_others = set(others), copies_of_others
+        self._others = others
         self._norm: Tensor | None = None
         """That of the gradients of this window, once it was asked for."""
 
@@ -88,9 +85,9 @@ class TorchGradients:
             max_norm: Clip the divided gradients to this norm; None for no clipping.
             divisor: Divide the gradients by this.
         """
-        stepped, shards, others = self._gradients()
+        stepped, parts = self._gradients()
         norm, self._norm = self._norm, None
-        norm = (self._total(shards, others) if norm is None else norm) / divisor
+        norm = (total_norm(parts, self._device) if norm is None else norm) / divisor
         value, updated = HostRead(norm), True if self._steps_always else None
         on_device = (
             updated is None and self._skip is not None and self._skip.possible(stepped, norm, hooks=self._own_hooks)
@@ -102,35 +99,32 @@ class TorchGradients:
         if updated is not False:
             if scales:
                 self._before_change()
-                for part in filter(None, (shards, others)):  # where shards are offloaded, on two devices
-                    scale(part, norm, max_norm, divisor)
+                for _, some in parts:  # where shards are offloaded, on two devices
+                    scale(some, norm, max_norm, divisor)
             with self._skip.unless_finite(norm) if self._skip is not None and on_device else nullcontext():
                 self._stepper.step()
         for parameter in stepped:
             parameter.grad = None
         return value, updated
 
-    def _gradients(self) -> tuple[list[nn.Parameter], list[Tensor], list[Tensor]]:
-        """The parameters that have a gradient, this rank's part of each, and those of `others`."""
+    def _gradients(self) -> tuple[list[nn.Parameter], list[tuple[int, list[Tensor]]]]:
+        """The parameters that have a gradient, and this rank's part of each, as `total_norm` takes them."""
         stepped = [parameter for parameter in self.parameters if parameter.grad is not None]
         # Not `local`: a call for each parameter would count.
         parts = [each.to_local() if isinstance(each, DTensor) else each for each in map(_grad, stepped)]
         if not self._others:
-            return stepped, parts, []
-        are = [parameter in self._others for parameter in stepped]
-        return stepped, [*compress(parts, map(not_, are))], [*compress(parts, are)]
-
-    def _total(self, shards: list[Tensor], others: list[Tensor]) -> Tensor:
-        return total_norm(
-            shards, self._device, copies=self._copies, others=others, copies_of_others=self._copies_of_others
-        )
+            return stepped, [(self._copies, parts)]
+        by_copies: dict[int | None, list[Tensor]] = {None: []}
+        for parameter, part in zip(stepped, parts, strict=True):
+            by_copies.setdefault(self._others.get(parameter), []).append(part)
+        return stepped, [(copies or self._copies, some) for copies, some in by_copies.items()]
 
     @torch.no_grad()
     def norm(self) -> Tensor:
         """The norm of the gradients, not divided, which `update` uses again. Collective."""
         if self._norm is None:
-            _, shards, others = self._gradients()
-            self._norm = self._total(shards, others)
+            _, parts = self._gradients()
+            self._norm = total_norm(parts, self._device)
         return self._norm
 
     def shard(self, parameter: nn.Parameter, *, create: bool) -> Shard | None:

@@ -190,8 +190,9 @@ def _groups(
     within = math.prod(size_of(block.get(name_of(axis), 1)) for axis in ("tp", "cp", "sp"))
     fault = _fault(sizes, version, topology, within) if len(sizes) == len(_AXES) and paths else ""
     if not fault and len(sizes) == len(paths) == len(_AXES) and min(sizes.values()) > 1:
-        # FSDP shards over the ranks that share a sample as well.
-        mesh = sizes | {"shard": sizes["shard"] * size_of(block.get(name_of("cp"), 1))}
+        # A copy is also that of the ranks that share a sample, and of those with other parts of weights.
+        sharing = math.prod(size_of(block.get(name_of(axis), 1)) for axis in ("tp", "cp"))
+        mesh = sizes | {"shard": sizes["shard"] * sharing}
         arguments.add("mesh", mesh, *(SourceKey(path, block[path[1]]) for path in paths.values()))
         return
     for path in paths.values():
