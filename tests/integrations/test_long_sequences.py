@@ -62,7 +62,8 @@ def arguments(folder, kind=transformers.TrainingArguments, **options):
 
 def configured(backend, size=2, method="auto", **sections):
     sequence = {"size": size} | ({} if method == "auto" else {"method": method})
-    return {"backend": backend, "sharding": "no_shard", "parallel": {"sequence": sequence}} | sections
+    parallel = {"tensor": size} if method == "tensor" else {"sequence": sequence}
+    return {"backend": backend, "sharding": "no_shard", "parallel": parallel} | sections
 
 
 def trainer(cfg, folder, *, given=None, **options):
@@ -98,7 +99,13 @@ VARIANTS = {
 }
 
 
-@in_ranks(cells=tuple((backend, method) for backend in BACKENDS for method in ("ulysses", "allgather")), in_turn=True)
+ALONE = ("tensor", "ulysses", "allgather")
+
+
+@in_ranks(
+    cells=tuple((each, method) for at, each in enumerate(BACKENDS) for method in (ALONE if DEEP else ALONE[: 2 + at])),
+    in_turn=True,
+)
 def test_the_trainer_trains_as_one_process(backend, method):
     trained(configured(backend, method=method, sharding="full_shard"), 1)
 
@@ -247,14 +254,14 @@ def test_the_trainer_resumes_with_and_without_shared_samples(backend, other):
         assert found == pytest.approx(losses, rel=1e-6)
 
 
-def accelerator(backend, size=2, **options):
+def accelerator(backend, size=2, method="auto", **options):
     import accelerate
 
     from unishard.integrations.accelerate import Accelerator
 
     accelerate.state.AcceleratorState._reset_state(True)
     accelerate.state.GradientState._reset_state()
-    return Accelerator(configured(backend, size), **options)
+    return Accelerator(configured(backend, size, method), **options)
 
 
 def looped(acc, of_logits=False, shuffled=False):
@@ -296,14 +303,17 @@ def looped(acc, of_logits=False, shuffled=False):
     return losses, norms, state, whole, names, scheduler.scheduler.last_epoch, seen
 
 
-@in_ranks(world=4, cells=(("fsdp", False), ("deepspeed", True)))
-def test_a_loop_of_accelerate(backend, of_logits):
+@in_ranks(
+    world=4,
+    cells=(("fsdp", False, "auto"), ("deepspeed", True, "auto"), *((each, True, "tensor") for each in BACKENDS)),
+)
+def test_a_loop_of_accelerate(backend, of_logits, method):
     expected_losses, expected_norms, weights, made = plain(2, mean="batch")
     made.eval()
     with torch.no_grad():
         batch = collate(samples(7))
         logits = made(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    acc = accelerator(backend, gradient_accumulation_steps=WINDOW)
+    acc = accelerator(backend, method=method, gradient_accumulation_steps=WINDOW)
     losses, norms, state, whole, names, steps, _ = looped(acc, of_logits)
     acc.free_memory()
     found = {"losses": losses, "norms": norms}
@@ -390,10 +400,24 @@ def of_documents(rows):
             start += length
 
 
+HEAD_WHOLE = {f"model.layers.*.mlp.{each}": "colwise" for each in ("up_proj", "gate_proj")} | {
+    "model.layers.*.mlp.down_proj": "rowwise"
+}
+SHARED = {"sequence": {"sequence": 2}, "tensor": {"tensor": {"size": 2, "plan": HEAD_WHOLE}}}
+
+
 @with_trl
-@in_ranks(cells=(("deepspeed", False), ("fsdp", True), ("fsdp", False))[: 2 + DEEP])
-def test_sft_of_trl(backend, packed):
-    made = of_trl("SFT", configured(backend), shared_folder(), documents(), packing=packed)
+@in_ranks(
+    cells=(
+        ("deepspeed", False, "sequence"),
+        ("fsdp", True, "sequence"),
+        ("fsdp", False, "tensor"),
+        *((("fsdp", False, "sequence"), ("deepspeed", True, "tensor")) if DEEP else ()),
+    )
+)
+def test_sft_of_trl(backend, packed, shared):
+    cfg = configured(backend, parallel=SHARED[shared])
+    made = of_trl("SFT", cfg, shared_folder(), documents(), packing=packed)
     rows = [*made.train_dataset]
     reference, losses, right = model(), [], []
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -514,8 +538,17 @@ def test_trainers_of_what_they_generate_are_refused(backend):
     args = arguments(shared_folder(), kind=trl.SFTConfig, bf16=False, max_length=16)
     data = datasets.Dataset.from_list(documents())
     given = {"model": model(), "args": args, "train_dataset": data, "processing_class": tokenizer()}
-    problem = refused(base, **given, unishard=configured(backend))
-    assert "OnUnishard trains on what each rank generates" in problem
+    problem = refused(base, **given, unishard=configured(backend, method="tensor"))
+    assert "parallel.tensor.size: is 2, but OnUnishard trains on what each rank generates" in problem
+
+
+@with_trl
+@in_ranks(cells=(("fsdp",),))
+def test_a_forward_that_reads_the_head_needs_all_of_it(backend):
+    made = of_trl("SFT", configured(backend, method="tensor"), shared_folder(), documents())
+    problem = refused(made.train)
+    made.accelerator.close()
+    assert "parallel.tensor.size: is 2, but the forward that the trainer has put in place" in problem
 
 
 @in_ranks(cells=(("fsdp",),))

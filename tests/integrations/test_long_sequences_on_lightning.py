@@ -139,8 +139,8 @@ def trainer(backend, options=SHARED, **given):
     return programs.trainer(programs.strategy(backend, **options), **own | given)
 
 
-def trained(backend, readers, kind=Language, **given):
-    run, module = trainer(backend, **given), kind()
+def trained(backend, readers, kind=Language, options=SHARED, **given):
+    run, module = trainer(backend, options, **given), kind()
     losses, norms, weights, _ = plain(readers, mean="batch", data=read_in_order(readers), made=kind().model)
     run.fit(module, loader())
     state = {name.removeprefix("model."): value for name, value in run.strategy.engine.weights.state_dict().items()}
@@ -151,9 +151,25 @@ def trained(backend, readers, kind=Language, **given):
     return run
 
 
-@in_ranks(cells=(("fsdp", Language), ("deepspeed", ByItself), ("fsdp", OfLogits), ("deepspeed", Language))[: 3 + DEEP])
-def test_the_trainer_trains_as_one_process(backend, kind):
-    trained(backend, 1, kind)
+class Scheduled(Language):
+    """With a schedule of its own, of one group."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)]
+
+
+@in_ranks(
+    cells=(
+        ("fsdp", Language, "sequence"),
+        ("deepspeed", ByItself, "sequence"),
+        ("fsdp", OfLogits, "sequence"),
+        ("deepspeed", Scheduled, "tensor"),
+        *((("deepspeed", Language, "sequence"), ("fsdp", OfLogits, "tensor")) if DEEP else ()),
+    )
+)
+def test_the_trainer_trains_as_one_process(backend, kind, shared):
+    trained(backend, 1, kind, options={"parallel": {shared: 2}})
 
 
 @in_ranks(world=4, cells=tuple((backend,) for backend in BACKENDS), in_turn=True)

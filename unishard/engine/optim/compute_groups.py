@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,6 +16,10 @@ from unishard.distributed.nested_optimizers import holds_copies, optimizers_in
 from unishard.distributed.slices import slice_of
 from unishard.errors import ConfigError, Problem
 
+_BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs")
+"""What schedulers of torch have a list of, by groups (torch 2.13, optim/lr_scheduler.py)."""
+_ORIGINS: WeakKeyDictionary[torch.optim.Optimizer, list[int]] = WeakKeyDictionary()
+"""Which group each one was a part of, by the optimizer."""
 _MAKERS = "precision.keep_fp32, parallel.expert or parallel.tensor"
 
 
@@ -33,14 +38,36 @@ def separate(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) ->
         ConfigError: Groups would be moved, and there is such a scheduler, or the optimizer holds others or copies.
     """
     before = [*optimizer.param_groups]
-    groups = [part for group in before for part in _parts(group)]
+    groups = [(*part, at) for at, group in enumerate(before) for part in _parts(group)]
     groups.sort(key=lambda part: part[0])  # stable
-    if [*map(id, before)] == [id(group) for _, group, _ in groups]:
+    if [*map(id, before)] == [id(group) for _, group, _, _ in groups]:
         return
     _require_free_order(optimizer, scheduler)
-    for _, group, own in groups:
+    for _, group, own, _ in groups:
         group.update(own)
-    optimizer.param_groups[:] = [group for _, group, _ in groups]
+    optimizer.param_groups[:] = [group for _, group, _, _ in groups]
+    _ORIGINS[optimizer] = [at for *_, at in groups]
+
+
+def follow(scheduler: Any) -> None:
+    """Give a scheduler of torch that was built before `separate` a rate for each of the groups that there are now.
+
+    For frameworks that step schedulers themselves; does nothing to one that was built later.
+
+    Raises:
+        ConfigError: It is of another class, which may keep more by groups.
+    """
+    optimizer = getattr(scheduler, "optimizer", None)
+    origins = _ORIGINS.get(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None
+    inside = [scheduler, *getattr(scheduler, "_schedulers", [])]
+    if origins is None or all(len(getattr(each, "base_lrs", origins)) == len(origins) for each in inside):
+        return
+    if any(not type(each).__module__.startswith("torch.") for each in inside):
+        raise ConfigError([_other_groups(scheduler)])
+    for each in inside:
+        for name in _BY_GROUP:
+            if isinstance(values := vars(each).get(name), list):
+                vars(each)[name] = [values[at] for at in origins]
 
 
 def _parts(group: dict[str, Any]) -> Iterator[tuple[tuple[bool, int], dict[str, Any], dict[str, Any]]]:
@@ -68,11 +95,7 @@ def _only(group: dict[str, Any], places: list[int]) -> dict[str, Any]:
 def _require_free_order(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
     """Check that nothing else goes by the groups of an optimizer."""
     if scheduler is not None:
-        what = (
-            f"{type(scheduler).__name__} has a rate for each group of the optimizer, and {_MAKERS} makes other groups; "
-            "pass a function that builds it, such as lambda optimizer: StepLR(optimizer, 30)"
-        )
-        raise ConfigError([Problem("scheduler", what)])
+        raise ConfigError([_other_groups(scheduler)])
     shapes = {parameter.shape for group in optimizer.param_groups for parameter in group["params"]}
     if len(optimizers_in(optimizer)) > 1 or holds_copies(optimizer, shapes):
         what = (
@@ -80,3 +103,11 @@ def _require_free_order(optimizer: torch.optim.Optimizer, scheduler: LRScheduler
             "would change; give the parameters that it keeps groups of their own, behind the others"
         )
         raise ConfigError([Problem("optimizer", what)])
+
+
+def _other_groups(scheduler: Any) -> Problem:
+    what = (
+        f"{type(scheduler).__name__} has a rate for each group of the optimizer, and {_MAKERS} makes other groups; "
+        "pass a function that builds it, such as lambda optimizer: StepLR(optimizer, 30)"
+    )
+    return Problem("scheduler", what)

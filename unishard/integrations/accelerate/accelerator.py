@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.config import Config
 from unishard.engine.engine import Engine
+from unishard.engine.optim.compute_groups import follow
 from unishard.engine.prepare import prepare
 from unishard.errors import CheckpointError, ConfigError, ContractError, Problem
 from unishard.integrations import backward_options
@@ -195,6 +196,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
         """As Accelerate's, with a warning if it ends early."""
+        follow(scheduler)
         prepared = super().prepare_scheduler(scheduler)
         if prepared is not scheduler:
             prepared.__class__ = WatchedScheduler

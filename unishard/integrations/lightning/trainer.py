@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from unishard.config import Config
 from unishard.engine.engine import Engine
+from unishard.engine.optim.compute_groups import follow
 from unishard.errors import ConfigError, ContractError, Problem
 from unishard.integrations.lightning import common, saved
 
@@ -114,6 +115,8 @@ class UnishardStrategy(DDPStrategy):  # type: ignore[misc]
         # The backward of manual optimization is inside training_step, where modules are called one by one.
         methods = _STEPS[not module.automatic_optimization :]
         module.unishard_windows = common.prepared(self._cfg, module, self.optimizers, *methods)
+        for each in self.lr_scheduler_configs:
+            follow(each.scheduler)
         for part, training in modes:
             part.training = training
 

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCHEDULER_NAME
 
 from unishard.config import Config
+from unishard.distributed.slices import slice_of
 from unishard.engine.engine import Engine
 from unishard.engine.optim.optimizers import factory
 from unishard.engine.optim.schedule import factor
@@ -299,6 +300,7 @@ class _TrainersAccelerator(Accelerator):
             if engine not in self._heads:
                 self._heads[engine] = read_by_forward(engine.module)
             if self._heads[engine]:
+                _require_whole(engine, self._heads[engine])
                 yield engine, self._heads[engine]
 
     def gather_of_groups(self, tensor: Any) -> Any:
@@ -343,3 +345,20 @@ class _TrainersAccelerator(Accelerator):
 
 _open: WeakSet[_TrainersAccelerator] = WeakSet()
 """Of the Trainers of this process."""
+
+
+def _require_whole(engine: Engine, names: list[str]) -> None:
+    """Check that a rank has all of the weights of a head that a replaced forward reads.
+
+    Raises:
+        ConfigError: It has a part.
+    """
+    for name in names:
+        part = slice_of(engine.module.get_parameter(name))
+        if part is not None:
+            what = (
+                f"is {part.of}, but the forward that the trainer has put in place of {type(engine.module).__name__}'s "
+                f"reads {name} itself, of which each rank has a part; set it to 1, or write a "
+                "parallel.tensor.plan that leaves it out"
+            )
+            raise ConfigError([Problem("parallel.tensor.size", what)])
