@@ -29,7 +29,7 @@ from unishard.integrations.accelerate.configuring import (
     with_batch_size,
 )
 from unishard.integrations.accelerate.sharing import Sharing
-from unishard.integrations.accelerate.trained import EngineOptimizer, Trained, WatchedScheduler
+from unishard.integrations.accelerate.trained import EngineOptimizer, Trained, watched
 from unishard.integrations.saving import replace_checkpoint
 
 __all__ = ["Accelerator"]
@@ -198,10 +198,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """As Accelerate's, with a warning if it ends early."""
         follow(scheduler)
         prepared = super().prepare_scheduler(scheduler)
-        if prepared is not scheduler:
-            prepared.__class__ = WatchedScheduler
-            prepared.sharing = self.sharing
-        return prepared
+        return prepared if prepared is scheduler else watched(prepared, self.sharing)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's; ranks that share samples read the same ones."""

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from unishard.checkpoint.export.adapters import only_names
 from unishard.contract.results import Step
 from unishard.engine.engine import Engine
+from unishard.engine.optim.compute_groups import follow
 from unishard.engine.optim.stepping import same_model
 from unishard.errors import ContractError
 from unishard.integrations.accelerate.sharing import Sharing
 from unishard.integrations.saving import restore_options
 
-__all__ = ["EngineOptimizer", "Trained", "WatchedScheduler"]
+__all__ = ["EngineOptimizer", "Trained", "WatchedScheduler", "watched"]
 
 _logger = logging.getLogger("unishard")
 
@@ -267,3 +268,11 @@ class WatchedScheduler(AcceleratedScheduler):  # type: ignore[misc]
 
     def _ranks(self) -> int:
         return int(AcceleratorState().num_processes) // self.sharing.size
+
+
+def watched(prepared: Any, sharing: Sharing) -> WatchedScheduler:
+    """One that Accelerate has prepared."""
+    follow(prepared.scheduler)
+    prepared.__class__ = WatchedScheduler
+    prepared.sharing = sharing
+    return prepared  # type: ignore[no-any-return]
