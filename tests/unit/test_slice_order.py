@@ -20,6 +20,7 @@ from unishard.checkpoint.tensor_reader import ReadRequest, Tensors
 from unishard.contract.kit.materialization import set_reader, take_reader
 from unishard.distributed.lazy_shards import LazyShard, lazy_shard_of
 from unishard.distributed.shards import Shard
+from unishard.distributed.slice_order import MEMORY_ORDER
 from unishard.distributed.slices import Slice
 from unishard.engine.state.full_tensors import full_tensors
 from unishard.parallel.cutting import cut
@@ -147,3 +148,8 @@ def test_tables_of_boxes_are_the_boxes(case: Sliced) -> None:
     ]
     assert found == [held.box for held in case.order.boxes(case.full.shape, 0, case.full.numel())]
     assert table.first.tolist() == [held.first for held in case.order.boxes(case.full.shape, 0, case.full.numel())]
+
+
+def test_a_number_is_a_full_tensor() -> None:
+    number = torch.tensor(3.0)
+    assert torch.equal(MEMORY_ORDER.full(MEMORY_ORDER.counted(number), number.shape), number)

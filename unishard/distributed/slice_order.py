@@ -55,7 +55,7 @@ class SliceOrder(NamedTuple):
     def full(self, counted: Tensor, shape: Sequence[int]) -> Tensor:
         """The full tensor of elements in slice order."""
         if self == MEMORY_ORDER:
-            return counted.view(*shape)
+            return counted.view(tuple(shape))
         divided = self._divided(shape)
         slices = divided.pop(self.dim + 1)
         return counted.view(slices, *divided).movedim(0, self.dim + 1).reshape(*shape)

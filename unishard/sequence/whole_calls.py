@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unishard.data.batches import Place
 from unishard.distributed.nested_tensors import replace_tensors
 from unishard.errors import ContractError
 from unishard.logits.deferred_logits import DeferredLogits
@@ -26,15 +27,16 @@ _OF_TOKENS = 2
 class WholeCalls:
     """Runs a model on whole samples."""
 
-    def __init__(self, run: Callable[..., Any], sequences: SplitSequences, device: torch.device) -> None:
+    def __init__(self, run: Callable[..., Any], sequences: SplitSequences, place: Place, device: torch.device) -> None:
         """Run through `run`.
 
         Args:
             run: The engine's forward, of a rank's part.
             sequences: What splits, and joins.
+            place: Compares what ranks of a group pass, and makes parts of it.
             device: Where parts go.
         """
-        self._run, self._sequences, self._device = run, sequences, device
+        self._run, self._sequences, self._place, self._device = run, sequences, place, device
         self.finish: Callable[[Mapping[str, Any], Tensor], Tensor] = _as_joined
         """What a caller gets of an output over whole sequences, given the arguments of the call by their names."""
 
@@ -53,7 +55,7 @@ class WholeCalls:
         items = call.get(_ITEMS)
         if items is not None:  # the ranks' gradients are averaged, not added up
             call = {**call, _ITEMS: items / self._sequences.group.size}
-        output = self._run(**self._sequences.place(call, self._device))
+        output = self._run(**self._place(call, self._device))
         if items is not None and any(call.get(name) is not None for name in _LABELS):
             output = self._sequences.forward.averaged(output)
         split_logits = torch.is_grad_enabled() and _has_loss(output)
