@@ -106,7 +106,13 @@ CASES = {
         "deepspeed",
         {"zero_optimization": {"stage": 1}, "data_efficiency": {"enabled": True, "seed": 1}},
     ),
-    "parallelism": ("deepspeed", {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}),
+    "parallelism": (
+        "deepspeed",
+        {
+            "zero_optimization": {"stage": 1},
+            "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": []}},
+        },
+    ),
     "files": (
         "deepspeed",
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/disk"}}},

@@ -111,7 +111,7 @@ def test_a_misspelt_argument_among_them_is_refused(wrong: str) -> None:
         ("use_muon", True, True),
         ("use_apollo", True, True),
         ("use_adam_mini", False, False),
-        ("tensor_model_parallel_size", 4, True),
+        ("pipeline_model_parallel_size", 4, True),
         ("pipeline_model_parallel_size", 1, False),
         ("context_parallel_size", 2, True),
         ("sequence_parallel_size", 2, False),

@@ -104,7 +104,7 @@ STEPS = {"output_dir": "o", "learning_rate": 1e-4, "max_steps": 100}
 @pytest.mark.parametrize(
     ("tool", "one", "other", "keys"),
     [
-        ("deepspeed", ZERO, {**ZERO, "tensor_parallel": {"autotp_size": 4}}, ["tensor_parallel"]),
+        ("deepspeed", ZERO, {**ZERO, "hybrid_engine": {"enabled": True}}, ["hybrid_engine"]),
         (
             "deepspeed",
             {**ZERO, "bf16": {"enabled": True}},
@@ -142,10 +142,10 @@ def test_what_no_field_holds_is_not_the_same_training(
 
 
 def test_what_is_refused_is_equal_to_itself_inside_the_file_of_another_tool() -> None:
-    refused = {**ZERO, "bf16": {"enabled": True}, "tensor_parallel": {"autotp_size": 4}}
+    refused = {**ZERO, "bf16": {"enabled": True}, "hybrid_engine": {"enabled": True}}
     other = {**STEPS, "per_device_train_batch_size": 1, "bf16": True, "deepspeed": refused}
     inside, alone = formats.read(other, "hf"), formats.read(refused, "deepspeed")
-    assert "tensor_parallel" not in {one.entry.path[-1] for one in uncompared(inside, alone)}
+    assert "hybrid_engine" not in {one.entry.path[-1] for one in uncompared(inside, alone)}
 
 
 def test_a_part_of_the_updates_that_is_spelled_out_counts() -> None:

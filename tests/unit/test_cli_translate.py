@@ -132,7 +132,7 @@ def test_strict_in_the_config_counts_too(config: Path) -> None:
 @pytest.mark.parametrize("report", ["text", "full", "none"])
 def test_a_refusal_ends_with_a_command_that_works(config: Path, report: str) -> None:
     Path("a file.json").write_text(
-        '{"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}, "tensor_parallel": {"autotp_size": 2},'
+        '{"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.1}}, "data_efficiency": {"enabled": true},'
         ' "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/disk"}, "stage3_[x]": '
         "1}}"
     )
@@ -158,7 +158,7 @@ def test_a_refusal_ends_with_a_command_that_works(config: Path, report: str) -> 
     made = unishard.load("new.yaml")
     assert (made.training.seed, made.offload.params, made.optimizer.name) == (3, "cpu", "adamw")
     assert [one["key"] for one in json.loads(again.stderr)["dropped"]] == [
-        "tensor_parallel.autotp_size",
+        "data_efficiency.enabled",
         "zero_optimization.stage3_[x]",
     ]
 
