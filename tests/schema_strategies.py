@@ -175,5 +175,9 @@ def _schedulers(draw: st.DrawFn) -> dict[str, Any]:
         )
     if draw(st.booleans()):
         return {"name": draw(st.sampled_from(("constant", "inverse_sqrt"))), **climb}
-    name = draw(st.sampled_from(("linear", "cosine")))
-    return {"name": name, **climb, "total_steps": warmup + draw(positive), **draw(some(min_lr_ratio=st.floats(0, 1)))}
+    name, falls = draw(st.sampled_from(("linear", "cosine", "wsd"))), draw(positive)
+    ending = {"name": name, **climb, "total_steps": warmup + falls, **draw(some(min_lr_ratio=st.floats(0, 1)))}
+    if name != "wsd":
+        return ending
+    kinds = some(decay_type=st.sampled_from(("linear", "cosine", "sqrt")))
+    return ending | {"decay_steps": draw(st.integers(1, falls)), **draw(kinds)}

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from transformers import (
     get_constant_schedule_with_warmup,
     get_cosine_with_min_lr_schedule_with_warmup,
     get_inverse_sqrt_schedule,
     get_linear_schedule_with_warmup,
+    get_wsd_schedule,
 )
 
 from unishard.config import Scheduler
+from unishard.contract.training_facts import ScheduleFacts
 from unishard.engine.optim.schedule import Schedule
 from unishard_deepspeed.start import quiet
 
@@ -60,6 +64,44 @@ def theirs(make: object, updates: int) -> list[list[float]]:
 def test_equals_transformers(section: dict[str, object], make: object) -> None:
     for mine, other in zip(ours(section, 12), theirs(make, 12), strict=True):
         assert mine == pytest.approx(other, rel=1e-12, abs=1e-15)
+
+
+lengths = st.integers(0, 12)
+ends = st.sampled_from((0.0, 1 / 3, 1.0)) | st.floats(0, 1)
+
+
+@given(lengths, lengths, st.integers(1, 12), st.sampled_from(("linear", "cosine", "1-sqrt")), ends)
+@example(0, 0, 1, "cosine", 0.0)
+def test_equals_transformers_through_all_stages(warm: int, stable: int, falls: int, kind: str, end: float) -> None:
+    total = warm + stable + falls
+    section = {"name": "wsd", "warmup_steps": warm, "total_steps": total, "decay_steps": falls}
+    section |= {"decay_type": kind.removeprefix("1-"), "min_lr_ratio": end} | (
+        {"warmup_start_ratio": end} if warm else {}
+    )
+    other = theirs(lambda o: get_wsd_schedule(o, warm, falls, total, decay_type=kind, min_lr_ratio=end), total + 3)
+    assert ours(section, total + 3) == other
+
+
+def test_a_square_root_falls_fast_at_first() -> None:
+    rates = ours({"name": "wsd", "total_steps": 8, "decay_steps": 4, "decay_type": "sqrt", "min_lr_ratio": 0.5}, 10)
+    shape = [1.0] * 5 + [0.75, 1 - 0.125**0.5, 1 - 3**0.5 / 4, 0.5, 0.5]
+    assert [row[1] for row in rates] == pytest.approx(shape, rel=1e-15)
+
+
+def test_a_run_that_goes_on_from_its_stable_phase_is_the_longer_run() -> None:
+    """What was trained before the decay has the rates of any `total_steps`."""
+    section = {"name": "wsd", "warmup_steps": 2, "decay_steps": 4}
+    longer = ours({**section, "total_steps": 20}, 20)
+    assert ours({**section, "total_steps": 10}, 7) == longer[:7]
+    steps = optimizer()
+    first = Schedule(Scheduler.model_validate({**section, "total_steps": 10}), steps.param_groups)
+    for _ in range(6):
+        first.advance()
+    second = Schedule(Scheduler.model_validate({**section, "total_steps": 20}), (again := optimizer()).param_groups)
+    second.resume(ScheduleFacts(**first.facts()), [])
+    for row in longer[6:]:
+        assert [group["lr"] for group in again.param_groups] == row
+        second.advance()
 
 
 def test_after_the_end_the_rate_stays_at_its_floor() -> None:

@@ -75,6 +75,7 @@ def test_strategies_and_formats(strategy, stage, precision):
         {"optimizer": "lion"},
         {"scheduler": {"warmup_steps": 5}},
         {"scheduler": {"name": "inverse_sqrt", "warmup_steps": 5}},
+        {"scheduler": {"name": "wsd", "warmup_steps": 5, "total_steps": 20, "decay_steps": 9}},
         {"scheduler": {"name": "linear", "warmup_steps": 5, "total_steps": 9}},
         {"scheduler": {"name": "cosine", "warmup_steps": 5, "total_steps": 9, "min_lr_ratio": 0.1}},
         {"scheduler": {"name": "cosine", "total_steps": 9, "min_lr_ratio": 0.1}, "sharding": "ddp"},

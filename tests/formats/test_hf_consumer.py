@@ -123,9 +123,12 @@ def test_schedules_are_the_same_curve(arguments: Any) -> None:
         ("cosine", 0.0),
         ("cosine", 0.1),
         ("inverse_sqrt", 0.0),
+        ("wsd", 0.0),
+        ("wsd", 0.1),
     ]:
-        shape = {"total_steps": 20, "min_lr_ratio": end} if name in ("linear", "cosine") else {}
-        section = {"name": name, "warmup_steps": 4, **shape}
+        shape = {"total_steps": 20, "min_lr_ratio": end} if name in ("linear", "cosine", "wsd") else {}
+        decay = {"decay_steps": 8, "decay_type": "sqrt", "warmup_start_ratio": end} if name == "wsd" else {}
+        section = {"name": name, "warmup_steps": 4, **shape, **decay}
         built = arguments(translate({"optimizer": {"lr": 0.5}, "scheduler": section}, "hf", from_="unishard").text)
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
         kwargs = dict(built.lr_scheduler_kwargs or {})

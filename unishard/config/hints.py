@@ -90,6 +90,7 @@ IN_SCRIPT = _by_name(
         "kubernetes": "is not in the config: write a manifest, such as examples/train_gpt.k8s.yaml",
         "num_workers dataloader_num_workers": "is not in the config: pass it to unishard.dataloader(dataset, cfg, "
         "num_workers=4)",
+        "decay_ratio": "has no name here: write scheduler.decay_steps in updates, the ratio times total_steps",
         "warmup_ratio": "has no name here: write scheduler.warmup_steps in updates, the ratio times total_steps",
         "context cp context_parallel context_parallel_size cp_size sp_size ulysses ring ring_attention": (
             "has another name here: write parallel: {sequence: N}, in which N ranks share each sample"
@@ -109,6 +110,8 @@ another here.
 VALUES: Mapping[str, str] = {
     **dict.fromkeys(("int4", "4bit", "4-bit"), "nf4"),
     **dict.fromkeys(("8bit", "8-bit"), "int8"),
+    **dict.fromkeys(("warmup_stable_decay", "warmup-stable-decay"), "wsd"),
+    "1-sqrt": "sqrt",
     **dict.fromkeys(("ring", "zigzag", "zigzag-ring", "context"), "allgather"),
 }
 """Words of other tools for a value, and the word here."""

@@ -11,11 +11,16 @@ from unishard.config.relevance import Not, OnlyWith
 from unishard.config.section import Section
 from unishard.config.spellings import Spellings, lower
 
-_ENDING = ("linear", "cosine")
+_ENDING = ("linear", "cosine", "wsd")
 _END = OnlyWith(
     {"name": _ENDING},
     "the schedule has no end",
-    "is unused with {self._whose} schedule; remove it or choose linear or cosine",
+    "is unused with {self._whose} schedule; remove it or choose linear, cosine or wsd",
+)
+_STABLE = OnlyWith(
+    {"name": ("wsd",)},
+    "the schedule has no stable phase",
+    "is unused with {self._whose} schedule; remove it or choose wsd",
 )
 _WARMUP = OnlyWith(
     {"warmup_steps": Not(0)},
@@ -34,11 +39,12 @@ class Scheduler(Section):
 
     shorthand: ClassVar[tuple[str, ...]] = ("name",)
 
-    name: Annotated[Literal["constant", "linear", "cosine", "inverse_sqrt"], BeforeValidator(lower), Spellings()] = (
-        Field(default="constant")
-    )
-    """Shape after the warm-up: constant, linear decay, cosine decay, or the inverse square root of the updates over
-    `warmup_steps` (10,000 without a warm-up), as in transformers."""
+    name: Annotated[
+        Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"], BeforeValidator(lower), Spellings()
+    ] = Field(default="constant")
+    """Shape after the warm-up: constant, linear decay, cosine decay, the inverse square root of the updates over
+    `warmup_steps` (10,000 without a warm-up), as in transformers, or `wsd` (warm-up, stable, decay): constant until the
+    last `decay_steps` updates."""
     warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the rate rises; update i uses i / warmup_steps of the range, as in transformers."""
     warmup_type: Annotated[Literal["linear", "log"], BeforeValidator(lower), Spellings(), _WARMUP] = Field(
@@ -51,8 +57,14 @@ class Scheduler(Section):
     delay_steps: Annotated[int, _CHANGING_RATE] = Field(default=0, ge=0)
     """Updates at the first rate before the schedule begins. DeepSpeed's `WarmupLR` and `WarmupDecayLR` wait for one."""
     total_steps: Annotated[int | None, _END] = Field(default=None, ge=1)
-    """Updates until the end of the decay, including warm-up, excluding `delay_steps`; required by `linear` and
-    `cosine`."""
+    """Updates until the end of the decay, including warm-up, excluding `delay_steps`; required by `linear`, `cosine`
+    and `wsd`."""
+    decay_steps: Annotated[int | None, _STABLE] = Field(default=None, ge=1)
+    """Updates of the decay of `wsd`, the last of `total_steps`; required by it."""
+    decay_type: Annotated[Literal["linear", "cosine", "sqrt"], BeforeValidator(lower), Spellings(), _STABLE] = Field(
+        default="linear"
+    )
+    """How the rate of `wsd` falls: linearly, as half a cosine, or as one minus the square root of the progress."""
     min_lr_ratio: Annotated[float, _END] = Field(default=0.0, ge=0, le=1)
     """Rate at the end of the decay, as a fraction of `optimizer.lr`."""
 
@@ -70,8 +82,16 @@ class Scheduler(Section):
             yield "total_steps", f"is required by {self._whose} schedule; write the number of updates"
         elif self.ends and self.total_steps is not None and self.warmup_steps >= self.total_steps:
             yield "warmup_steps", f"must be smaller than total_steps ({self.total_steps}), got {self.warmup_steps}"
+        elif self.name == "wsd" and self.total_steps is not None:
+            yield from self._problems_of_decay(self.total_steps - self.warmup_steps)
         if self.warmup_steps == 1 and self.warmup_type == "log":
             yield (
                 "warmup_type",
                 "log needs a warm-up of at least 2 updates; set scheduler.warmup_steps to 2 or write linear",
             )
+
+    def _problems_of_decay(self, left: int) -> Iterator[tuple[str, str]]:
+        if self.decay_steps is None:
+            yield "decay_steps", "is required by a wsd schedule; write the number of updates"
+        elif self.decay_steps > left:
+            yield "decay_steps", f"must be at most {left}, total_steps less warmup_steps, got {self.decay_steps}"

@@ -111,6 +111,8 @@ LOOP: Mapping[str, Rule] = {
     "scheduler.warmup_start_ratio": _FORMULA,
     "scheduler.delay_steps": done_by_unishard("counts updates"),
     "scheduler.total_steps": done_by_unishard("counts updates"),
+    "scheduler.decay_steps": done_by_unishard("counts updates"),
+    "scheduler.decay_type": _FORMULA,
     "scheduler.min_lr_ratio": done_by_unishard("factor of `optimizer.lr`"),
     "communication.timeout": done_by_unishard("timeout of every process group, and of the desync check"),
     "communication.desync_check": done_by_unishard(

@@ -125,8 +125,11 @@ def rate(schedule: Scheduler, update: int) -> float:
         return float(((update - warm + scale) / scale) ** -0.5)
     if schedule.name == "constant" or end is None:
         return 1.0
-    left = max(0.0, (end - update) / (end - warm))
-    if schedule.name == "cosine":
+    left = min(1.0, max(0.0, (end - update) / (schedule.decay_steps or end - warm)))
+    shape = schedule.decay_type if schedule.name == "wsd" else schedule.name
+    if shape == "sqrt":
+        left = 1.0 - (1.0 - left) ** 0.5
+    if shape == "cosine":
         left = math.sin(left * math.pi / 2) ** 2
     return floor + left - floor * left
 

@@ -9,10 +9,10 @@ from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided, Unreadable
-from unishard.contract.field_rows import exact, row
+from unishard.contract.field_rows import asked, exact, row
 from unishard.contract.key_rows import drops, integer, number
 from unishard.contract.render import AUTO
-from unishard.contract.rules import Fit, Rule, approximate, is_, needs_input, unless
+from unishard.contract.rules import SCRIPT, Fit, Rule, approximate, is_, needs_input, unless
 from unishard_arguments.deepspeed.facts import ARGUMENTS, dropped, quiet, undecided
 from unishard_arguments.deepspeed.optimizer import peak_of
 from unishard_deepspeed import fields
@@ -279,24 +279,30 @@ _NO_CLASS = needs_input(
     "DeepSpeed has none: deepspeed.initialize(lr_scheduler=lambda o: transformers.get_inverse_sqrt_schedule(o, "
     "num_warmup_steps))",
 )
+_WSD = (
+    "DeepSpeed has none: deepspeed.initialize(lr_scheduler=lambda o: transformers.get_wsd_schedule(o, "
+    "num_warmup_steps, num_decay_steps, num_training_steps))"
+)
+_NO_STAGES = needs_input(*is_("scheduler.name", "wsd"), _WSD)
 
 RULES: Mapping[str, Rule] = {
-    "scheduler.name": exact("scheduler.type", _NO_CLASS, _BUILT, _AHEAD, to=_name_of),
+    "scheduler.name": exact("scheduler.type", _NO_CLASS, _NO_STAGES, _BUILT, _AHEAD, to=_name_of),
     "scheduler.warmup_steps": Rule(
         Fit.EXACT,
         f"{_P}warmup_num_steps",
         to=_warmup_of,
         when=(
             _NO_CLASS,
+            _NO_STAGES,
             approximate(
                 "1", lambda cfg: cfg.scheduler.warmup_steps == 1, "DeepSpeed's warm-ups last at least two updates"
             ),
         ),
         auto=True,
     ),
-    "scheduler.warmup_type": exact(f"{_P}warmup_type", _NO_CLASS, to=_climb_of),
+    "scheduler.warmup_type": exact(f"{_P}warmup_type", _NO_CLASS, _NO_STAGES, to=_climb_of),
     "scheduler.warmup_start_ratio": exact(
-        f"{_P}warmup_min_lr, {_P}warmup_min_ratio", _NO_CLASS, _TWO_ENDS, to=_start_of
+        f"{_P}warmup_min_lr, {_P}warmup_min_ratio", _NO_CLASS, _NO_STAGES, _TWO_ENDS, to=_start_of
     ),
     "scheduler.delay_steps": row(
         Fit.EXACT,
@@ -319,10 +325,11 @@ RULES: Mapping[str, Rule] = {
         Fit.EXACT,
         f"{_P}total_num_steps, {_P}total_iters, {_P}T_max",
         to=_total_of,
-        when=(_BUILT, _TOO_SHORT),
+        when=(_NO_STAGES, _BUILT, _TOO_SHORT),
         auto=True,
     ),
     "scheduler.min_lr_ratio": exact(
-        f"{_P}warmup_min_lr, {_P}cos_min_ratio, {_P}end_factor, {_P}eta_min", _BUILT, to=_floor_of
+        f"{_P}warmup_min_lr, {_P}cos_min_ratio, {_P}end_factor, {_P}eta_min", _NO_STAGES, _BUILT, to=_floor_of
     ),
+    **asked(Fit.NEEDS_INPUT, SCRIPT, {"scheduler.decay_steps": _WSD, "scheduler.decay_type": _WSD}),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unishard.config import Scheduler
@@ -11,14 +11,20 @@ from unishard.contract.training_facts import ScheduleFacts
 
 _SCALE = 10_000
 """Updates over which `inverse_sqrt` falls to the square root of a half, without a warm-up that says it."""
+_LEFT: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+"""What is left of a decay, by its shape."""
 
 
 def factor(cfg: Scheduler, updates: int) -> float:
     """Factor of the learning rate after `updates` updates.
 
     The same closed forms as `get_linear_schedule_with_warmup`, `get_cosine_schedule_with_warmup` (both with
-    `min_lr_ratio` as floor) and `get_inverse_sqrt_schedule` of transformers 5.23; the logarithmic warm-up is that of
-    `WarmupLR` and `WarmupDecayLR` in DeepSpeed 0.19.8.
+    `min_lr_ratio` as floor), `get_inverse_sqrt_schedule` and `get_wsd_schedule` of transformers 5.23; the logarithmic
+    warm-up is that of `WarmupLR` and `WarmupDecayLR` in DeepSpeed 0.19.8.
     """
     updates = max(0, updates - cfg.delay_steps)
     if updates < cfg.warmup_steps:
@@ -30,9 +36,10 @@ def factor(cfg: Scheduler, updates: int) -> float:
         return math.sqrt(scale / (updates - cfg.warmup_steps + scale))
     if cfg.total_steps is None:
         return 1.0
-    progress = min(1.0, (updates - cfg.warmup_steps) / (cfg.total_steps - cfg.warmup_steps))
-    shape = 1.0 - progress if cfg.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return cfg.min_lr_ratio + (1.0 - cfg.min_lr_ratio) * shape
+    falls = cfg.decay_steps or cfg.total_steps - cfg.warmup_steps
+    progress = min(1.0, max(0, updates - cfg.total_steps + falls) / falls)
+    left = _LEFT[cfg.decay_type if cfg.name == "wsd" else cfg.name](progress)
+    return cfg.min_lr_ratio + (1.0 - cfg.min_lr_ratio) * left
 
 
 class Schedule:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unishard.config import Config
+from unishard.config import Config, Scheduler
 from unishard.config.describe import shown
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
@@ -13,6 +13,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.field_rows import asked, copied, exact, row
 from unishard.contract.key_rows import number, refuses, sets
 from unishard.contract.rules import SCRIPT, Fit, Rule, approximate, equivalent, needs_input, unless
+from unishard.formats.hf.scheduling import DECAYS
 from unishard.formats.names import names
 
 NO_DECAY = r"(?i)bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
@@ -217,15 +218,31 @@ def _eps(cfg: Config, topology: Topology) -> Native:
     return {"adam_epsilon": cfg.optimizer.eps} if cfg.optimizer.name in ADAM else {}
 
 
+_DECAYS = {here: there for there, here in DECAYS.items()}
+
+
 def _schedule(cfg: Config, topology: Topology) -> Native:
     scheduler, end = cfg.scheduler, cfg.scheduler.min_lr_ratio
     if scheduler.name == "constant" or end == 1:
         return {"lr_scheduler_type": "constant_with_warmup" if scheduler.warmup_steps else "constant"}
+    if scheduler.name == "wsd":
+        return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": _stages(scheduler)}
     if not end:
         return {"lr_scheduler_type": scheduler.name}
     if scheduler.name == "cosine":
         return {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": end}}
     return {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 1.0, "lr_end": cfg.optimizer.lr * end}}
+
+
+def _in_stages(cfg: Config) -> bool:
+    """Whether transformers warms up to a stable phase, and from the rate at which its decay ends."""
+    scheduler = cfg.scheduler
+    return scheduler.name == "wsd" and scheduler.min_lr_ratio != 1 and bool(scheduler.warmup_steps)
+
+
+def _stages(scheduler: Scheduler) -> Native:
+    decay = {"num_decay_steps": scheduler.decay_steps, "decay_type": _DECAYS[scheduler.decay_type]}
+    return decay | ({"min_lr_ratio": scheduler.min_lr_ratio} if scheduler.min_lr_ratio else {})
 
 
 def _steps(cfg: Config, topology: Topology) -> Native:
@@ -272,7 +289,18 @@ OPTIMIZING: Mapping[str, Rule] = {
     **asked(
         Fit.NEEDS_INPUT,
         SCRIPT,
-        {"scheduler.warmup_type": _CLIMB, "scheduler.warmup_start_ratio": _CLIMB, "scheduler.delay_steps": _CLIMB},
+        {"scheduler.warmup_type": _CLIMB, "scheduler.delay_steps": _CLIMB},
+    ),
+    "scheduler.warmup_start_ratio": exact(
+        "lr_scheduler_kwargs",
+        needs_input(
+            "another than min_lr_ratio with wsd",
+            lambda cfg: _in_stages(cfg) and cfg.scheduler.warmup_start_ratio != cfg.scheduler.min_lr_ratio,
+            "transformers warms up from min_lr_ratio; Trainer(..., optimizers=(optimizer, scheduler))",
+        ),
+        needs_input(
+            "not 0 otherwise", lambda cfg: not _in_stages(cfg) and bool(cfg.scheduler.warmup_start_ratio), _CLIMB
+        ),
     ),
     "scheduler.total_steps": exact(
         "max_steps",
@@ -281,5 +309,7 @@ OPTIMIZING: Mapping[str, Rule] = {
         to=_steps,
     ),
     "scheduler.min_lr_ratio": exact("lr_scheduler_kwargs"),
+    "scheduler.decay_steps": exact("lr_scheduler_kwargs"),
+    "scheduler.decay_type": exact("lr_scheduler_kwargs"),
 }
 """Rows of the optimizer and the schedule, which stand in TrainingArguments whatever the engine."""

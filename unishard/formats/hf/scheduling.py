@@ -11,6 +11,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided,
 from unishard.contract.key_rows import integer, number
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
+from unishard.formats.names import names
 
 UPDATES = "the number of updates, which Trainer counts from the dataset and num_train_epochs"
 
@@ -23,28 +24,33 @@ _SHAPES: Mapping[str, str] = {
     "constant": "constant",
     "constant_with_warmup": "constant",
     "inverse_sqrt": "inverse_sqrt",
+    "warmup_stable_decay": "wsd",
 }
-_ENDING = ("linear", "cosine")
+_ENDING = ("linear", "cosine", "wsd")
 """Shapes that fall until the end of the training."""
 _INSTEAD = "build the scheduler in the training script, or write linear or cosine"
+DECAYS: Mapping[str, str] = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}
+"""Shapes of the decay of `warmup_stable_decay`."""
+_STAGES = names("num_decay_steps num_stable_steps warmup_type decay_type min_lr_ratio num_cycles")
+_IN_KWARGS = names("scheduler.min_lr_ratio scheduler.decay_steps scheduler.decay_type scheduler.warmup_start_ratio")
 
 
-def _shape_of(value: Any) -> str:
+def shape_of(value: Any) -> str:
     """The name of a schedule of transformers as it stands in its enum."""
     return str(getattr(value, "value", value) or "linear").strip().lower()
 
 
-def _kwargs_of(document: DocumentValues) -> Mapping[str, Any]:
+def kwargs_of(document: DocumentValues) -> Mapping[str, Any]:
     """The extra arguments of the schedule; empty where there are none."""
     value = document.get("lr_scheduler_kwargs")
     return value if isinstance(value, Mapping) else {}
 
 
 def _type(value: Any, document: DocumentValues) -> KeyEffect:
-    shape = _shape_of(value)
+    shape = shape_of(value)
     if shape in _SHAPES:
-        return _shaped(shape, _kwargs_of(document), document)
-    if shape in ("reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy"):
+        return _shaped(shape, kwargs_of(document), document)
+    if shape in ("reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "greedy"):
         return KeyEffect(Fit.UNSUPPORTED, f"the schedule {shape} is not supported; {_INSTEAD}")
     raise Unreadable(f"must be a schedule of transformers, got {shown(value)}; write linear or cosine", value)
 
@@ -54,6 +60,8 @@ def _shaped(shape: str, kwargs: Mapping[str, Any], document: DocumentValues) -> 
         return KeyEffect(Fit.UNSUPPORTED, f"a cosine that restarts is not supported; {_INSTEAD}")
     if shape in ("cosine", "cosine_with_min_lr") and number()(kwargs.get("num_cycles", 0.5)) != 0.5:
         return KeyEffect(Fit.UNSUPPORTED, f"only a cosine that falls once, over half a wave, is supported; {_INSTEAD}")
+    if shape == "warmup_stable_decay":
+        return _stages(kwargs, document)
     if shape == "polynomial" and number()(kwargs.get("power", 1.0)) != 1:
         return KeyEffect(Fit.UNSUPPORTED, f"of polynomials only the straight line of power 1 is supported; {_INSTEAD}")
     fields: dict[str, Any] = {"scheduler.name": _SHAPES[shape]}
@@ -83,6 +91,40 @@ def _shaped(shape: str, kwargs: Mapping[str, Any], document: DocumentValues) -> 
                 "only a timescale of warmup_steps is supported (10000 without a warmup); remove timescale",
             )
     return KeyEffect(fields=fields)
+
+
+def _stages(kwargs: Mapping[str, Any], document: DocumentValues) -> KeyEffect:
+    """Warm-up from the lowest rate, stable, decay to the lowest rate: `get_wsd_schedule`."""
+    kind, warm, end = kwargs.get("decay_type", "cosine"), warmup(document), updates(document)
+    if kwargs.get("num_decay_steps") is None:
+        raise Unreadable("must have num_decay_steps among lr_scheduler_kwargs; write {num_decay_steps: 100}")
+    if kind not in (*DECAYS,):
+        raise Unreadable(f"must have a decay_type of {', '.join(DECAYS)}, got {shown(kind)}; write one of them")
+    if warm and kwargs.get("warmup_type", "linear") != "linear":
+        return KeyEffect(Fit.UNSUPPORTED, f"only a linear warm-up is supported; {_INSTEAD}")
+    if kind == "cosine" and number()(kwargs.get("num_cycles", 0.5)) != 0.5:
+        return KeyEffect(Fit.UNSUPPORTED, f"only a cosine that falls once, over half a wave, is supported; {_INSTEAD}")
+    falls, low = integer(1)(kwargs["num_decay_steps"]), float(number(0, 1)(kwargs.get("min_lr_ratio", 0)))
+    start = {"scheduler.warmup_start_ratio": low} if warm and low else {}
+    if _climbs(document):
+        return KeyEffect(Fit.EXACT, _CLIMBS, {"scheduler.name": "constant", "scheduler.warmup_steps": warm, **start})
+    stable, known = kwargs.get("num_stable_steps"), isinstance(warm, int) and isinstance(end, int)
+    if stable is not None and not (known and warm + integer(0)(stable) + falls == end):
+        return KeyEffect(Fit.UNSUPPORTED, _OTHER_LENGTH)
+    fields = {
+        "scheduler.name": "wsd",
+        "scheduler.total_steps": end,
+        "scheduler.decay_steps": falls,
+        "scheduler.decay_type": DECAYS[kind],
+        "scheduler.min_lr_ratio": low,
+    }
+    return KeyEffect(fields={**fields, **start})
+
+
+_OTHER_LENGTH = (
+    "num_stable_steps is supported only where warm-up, stable and decay steps add up to max_steps; remove "
+    "num_stable_steps"
+)
 
 
 def _floor(shape: str, kwargs: Mapping[str, Any], document: DocumentValues) -> float:
@@ -143,14 +185,14 @@ def _climbs(document: DocumentValues) -> bool:
 
 def _ends(document: DocumentValues) -> bool:
     """Whether the rate falls until the end of the training."""
-    return _SHAPES.get(_shape_of(document.get("lr_scheduler_type"))) in _ENDING
+    return _SHAPES.get(shape_of(document.get("lr_scheduler_type"))) in _ENDING
 
 
 def _warmup(value: Any, document: DocumentValues) -> KeyEffect:
     number(0)(value or 0)
-    if _shape_of(document.get("lr_scheduler_type")) not in _SHAPES:
+    if shape_of(document.get("lr_scheduler_type")) not in _SHAPES:
         return left_out("belongs to the schedule, which the training script builds")
-    if _shape_of(document.get("lr_scheduler_type")) == "constant":
+    if shape_of(document.get("lr_scheduler_type")) == "constant":
         note = "is off" if not value else "the constant schedule ignores warmup; write constant_with_warmup"
         return left_out(note)
     steps = warmup(document)
@@ -205,13 +247,16 @@ def _kwargs(value: Any, document: DocumentValues) -> KeyEffect:
         "cosine": ("num_cycles",),
         "cosine_with_restarts": ("num_cycles",),
         "inverse_sqrt": ("timescale",),
-    }.get(_shape_of(document.get("lr_scheduler_type")), ())
+        "warmup_stable_decay": _STAGES,
+    }.get(shape_of(document.get("lr_scheduler_type")), ())
     strange = [key for key in value if key not in known]
     if strange:
-        shape = _shape_of(document.get("lr_scheduler_type"))
+        shape = shape_of(document.get("lr_scheduler_type"))
         return KeyEffect(Fit.UNSUPPORTED, f"the {shape} schedule takes no {', '.join(map(str, strange))}; remove it")
     effect = _type(document.get("lr_scheduler_type"), document)
-    fields = {field: value for field, value in effect.fields.items() if field == "scheduler.min_lr_ratio"}
+    fields = {field: value for field, value in effect.fields.items() if field in _IN_KWARGS}
+    if "num_stable_steps" in value and fields:
+        fields |= {"scheduler.total_steps": updates(document), "scheduler.warmup_steps": warmup(document)}
     return KeyEffect(fields=fields) if fields else left_out("says what the schedule does anyway")
 
 
@@ -219,7 +264,11 @@ SCHEDULE: Mapping[str, Key] = {
     "lr_scheduler_type": Key(
         _type, ("scheduler.name", "scheduler.total_steps", "scheduler.min_lr_ratio"), tool_default="linear"
     ),
-    "lr_scheduler_kwargs": Key(_kwargs, ("scheduler.min_lr_ratio",)),
+    "lr_scheduler_kwargs": Key(
+        _kwargs,
+        ("scheduler.min_lr_ratio",),
+        note="of warmup_stable_decay also `decay_steps`, `decay_type` and `warmup_start_ratio`",
+    ),
     "warmup_steps": Key(_warmup, ("scheduler.warmup_steps",), tool_default=0),
     "warmup_ratio": Key(
         _ratio,

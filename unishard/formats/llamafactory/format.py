@@ -7,15 +7,17 @@ from typing import Any
 
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.entries import Entry, left_out
+from unishard.contract.entries import Entry, Key, left_out
 from unishard.contract.render import AUTO, FieldResult, RenderedDocument
 from unishard.contract.rules import NO_KEY, Fit
 from unishard.formats.files.source import Source
-from unishard.formats.hf.dialects import LLAMAFACTORY, MODE, SHARING
+from unishard.formats.hf.dialects import DIALECT, LLAMAFACTORY, MODE, SHARING
 from unishard.formats.hf.format import ScriptFormat, is_whole
 from unishard.formats.hf.loop import DEEPSPEED
 from unishard.formats.hf.quantizing import with_llamafactorys_words
+from unishard.formats.hf.scheduling import SCHEDULE
 from unishard.formats.llamafactory.shipped import shipped_config, told
+from unishard.formats.llamafactory.stages import SAID_WHOLE, in_stages, with_stages
 from unishard.formats.reading.document import ReadDocument
 
 _SWITCHES = {(DEEPSPEED, name, "enabled") for name in ("bf16", "fp16")}
@@ -29,6 +31,7 @@ class LlamaFactoryFormat(ScriptFormat):
 
     name = "llamafactory"
     tool = "LLaMA-Factory 0.9"
+    own: Mapping[str, Key] = {**DIALECT, **{name: in_stages(SCHEDULE[name]) for name in SAID_WHOLE}}
     loads: Mapping[str, Native] = {"bf16": {"pure_bf16": True}}
 
     def silent(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -46,7 +49,7 @@ class LlamaFactoryFormat(ScriptFormat):
     def write(self, reading: ReadDocument, topology: Topology) -> RenderedDocument:
         """The arguments that train, with LLaMA-Factory's own switch for checkpointed layers."""
         rendered = with_llamafactorys_words(super().write(reading, topology), reading.config)
-        rendered = _with_sharing(rendered, reading)
+        rendered = with_stages(_with_sharing(rendered, reading), reading)
         off = reading.config.activation_checkpointing == "none"
         silent = off and reading.decides(_RECOMPUTES) and is_whole(rendered.document)
         if _RECOMPUTES not in rendered.fields and not silent:

@@ -25,7 +25,7 @@ _SCHEDULES = {
     "cosine_with_min_lr": "cosine",
     "polynomial": "linear",
     "inverse_sqrt": "inverse_sqrt",
-    "warmup_stable_decay": "warmup_stable_decay",
+    "warmup_stable_decay": "wsd",
 }
 _WHOLE = {
     "output_dir",
