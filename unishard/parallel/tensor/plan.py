@@ -36,7 +36,7 @@ def rules_of(model: nn.Module, plan: Literal["auto"] | Mapping[str, str]) -> lis
     """
     if plan == "auto":
         plan = _own_plan(model)
-        if not any("*" in pattern for pattern in plan):  # a head alone is no plan
+        if not any("*" in pattern for pattern in plan):  # a head is no plan
             raise ModelError(
                 f"parallel.tensor: {type(model).__name__} comes without a plan; write one, as in {_EXAMPLE}"
             )

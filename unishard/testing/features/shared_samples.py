@@ -29,7 +29,7 @@ def sections(parallel: Mapping[str, Any], more: Mapping[str, Any] | None = None)
 
 
 def _loop(models: Models, engine: unishard.Engine, data: list[dict[str, Any]], cell: Cell) -> Curve:
-    """The ranks of a group read the micro-batches that each of them would have read alone."""
+    """The ranks of a group read the micro-batches that each of them would have read without it."""
     rank = unishard.Topology.from_environment().rank
     first = rank - rank % SIZE
     of_group = [micro_batches(models[cell.model], cell, rank) for rank in range(first, first + SIZE)]
