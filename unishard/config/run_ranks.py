@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import lcm
 from typing import NamedTuple
 
 from unishard.config import Config
 from unishard.config.batch_sizes import ranks_of_batch
+from unishard.config.data_share import shared_by
 from unishard.config.describe import count_of
 from unishard.config.topology import Topology
 
@@ -49,10 +51,10 @@ def ranks_of(cfg: Config, world_size: int | None = None, per_node: int | None = 
         return RunRanks(_nodes_of(implied, implied // nodes), "training.global_batch_size")
     if cfg.sharding.hybrid and cfg.sharding.group_size:
         return RunRanks(Topology(cfg.sharding.group_size, cfg.sharding.group_size), "sharding.group_size")
-    if (size := cfg.parallel.sharing) > 1:
-        return RunRanks(Topology(size, size), "parallel.sequence.size" if cfg.parallel.tensor.size == 1 else "parallel")
-    if (size := cfg.parallel.expert.size) > 1:
-        return RunRanks(Topology(size, size), "parallel.expert.size")
+    parallel = cfg.parallel
+    if (size := lcm(parallel.sharing, parallel.expert.size)) > 1:
+        fields = shared_by(parallel.sequence.size, parallel.tensor.size) if parallel.sharing > 1 else ""
+        return RunRanks(Topology(size, size), fields if size == parallel.sharing else "parallel.expert.size")
     if nodes > 1:
         return RunRanks(Topology(nodes, 1), "launch.nodes")
     return RunRanks(Topology(), "")

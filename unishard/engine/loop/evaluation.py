@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from unishard.contract.adapter import ShardedModel
 from unishard.data.batches import to_device
@@ -126,7 +127,8 @@ class Evaluation:
     def run(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward or `generate` without a graph. Collective."""
         if self._calls is not None:
-            self._calls.require((args, kwargs))
+            words = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            self._calls.require([each for each in words if not each.is_floating_point()])  # caches are of own heads
         if self.lockstep_open is None:
             self._buffers.equalize_for_evaluation(kind)
             self._order.ranks.check_sampled(kind)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
 from unishard.parallel.collectives import copied, gathered, split, summed
 from unishard.parallel.groups import Groups
 
-_COPY = "_unishard_copy"
+_KEPT = 2
+"""Copies that are remembered: of the inputs of a mixture, whose shared experts read one of them again."""
 
 
 class Peers:
@@ -16,17 +19,20 @@ class Peers:
 
     def __init__(self, groups: Groups) -> None:
         self.groups, self._peers = groups, groups.peers
+        # Not on the tensors themselves: a copy holds what it was made of, in C++, where no collector looks.
+        self._copies = deque[tuple[Tensor, int, Tensor]](maxlen=_KEPT)
 
     def copy(self, values: Tensor) -> Tensor:
         """What all ranks have, for modules that use a part of it: one for all of them, with one sum in backward."""
         if self._peers is None or not (values.requires_grad and torch.is_grad_enabled()):
             return values
-        if torch.compiler.is_compiling():  # attributes of tensors are not traced
+        if torch.compiler.is_compiling():  # what is remembered is not traced
             return copied(values, self._peers)
-        version, copy = getattr(values, _COPY, (-1, values))
-        if version != values._version:  # not known, or changed in place since
-            copy = copied(values, self._peers)
-            setattr(values, _COPY, (values._version, copy))
+        for source, version, copy in self._copies:
+            if source is values and version == values._version:  # not changed in place since
+                return copy
+        copy = copied(values, self._peers)
+        self._copies.append((values, values._version, copy))
         return copy
 
     def sum(self, values: Tensor) -> Tensor:
