@@ -66,20 +66,14 @@ class DeepSpeedBackend:
         return Translation(self.name, "DeepSpeedEngine", merge(merge(fixed, native), own), Report(report.lines + lines))
 
     def require(self, cfg: Config, translation: Translation) -> None:
-        """Check the version of DeepSpeed, and for parameters in files its async_io op.
-
-        Imports DeepSpeed only for the op.
+        """Check the version of DeepSpeed, without importing it.
 
         Raises:
-            BackendError: The version is too old, or the op is missing and cannot be built.
+            BackendError: It is too old.
         """
         from unishard_deepspeed.oldest import require_version
 
         require_version()
-        if cfg.offload.params == "nvme":
-            from unishard_deepspeed.start import require_files
-
-            require_files(cfg.precision.compute)
 
     @property
     def checkpoint_formats(self) -> Mapping[str, CheckpointFormat]:
@@ -96,7 +90,8 @@ class DeepSpeedBackend:
         """
         from unishard_deepspeed.footprint.of_rank import footprint_of
 
-        return footprint_of(shape, cfg, topology, self.translate(cfg, topology).native)
+        found = footprint_of(shape, cfg, topology, self.translate(cfg, topology).native)
+        return found.in_files(cfg.offload)
 
     def layout(
         self, shape: ModelShape, cfg: Config, topology: Topology, groups: Sequence[Sequence[str]]

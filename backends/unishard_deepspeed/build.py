@@ -65,8 +65,6 @@ def build(model: nn.Module, plan: RunPlan) -> ShardedModel:
     zero = _OPTIMIZERS[spec.zero["stage"]]
     kept_fp32.check(model, spec, zero)
     deepspeed = start.load(plan.topology)
-    if spec.params_in_files:
-        start.require_files(spec.precision.compute)
     device = device_of(plan.topology)
     require_for(spec, zero.cases, device.type, trains=plan.optimizer is not None, units=bool(units.gathered))
     replicas = None if spec.replicas is None else replicas_of(spec.replicas, device.type)

@@ -123,20 +123,19 @@ def accumulate(cfg: Config, topology: Topology) -> dict[str, Any]:
 
 def offload(cfg: Config, topology: Topology) -> dict[str, Any]:
     """Where parameters are kept."""
-    return zero(offload_param=place(cfg, cfg.offload.params))
+    return zero(offload_param=place(cfg.offload.params, pinned=cfg.offload.pin_memory and cfg.offload.params == "cpu"))
 
 
 def offload_optimizer(cfg: Config, topology: Topology) -> dict[str, Any]:
     """Where the optimizer state is kept."""
-    return zero(offload_optimizer=place(cfg, cfg.offload.optimizer))
+    return zero(offload_optimizer=place(cfg.offload.optimizer, pinned=cfg.offload.pin_memory))
 
 
-def place(cfg: Config, device: str) -> dict[str, Any] | None:
-    """One kind of offload, None for none."""
+def place(device: str, *, pinned: bool) -> dict[str, Any] | None:
+    """One kind of offload, None for none: what lies in files is host memory to DeepSpeed."""
     if device == "none":
         return None
-    place = {"device": device, "pin_memory": cfg.offload.pin_memory}
-    return place | ({"nvme_path": cfg.offload.nvme_path} if device == "nvme" else {})
+    return {"device": "cpu", "pin_memory": pinned}
 
 
 def global_batch(cfg: Config, topology: Topology) -> dict[str, Any]:

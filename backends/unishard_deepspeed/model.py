@@ -17,7 +17,6 @@ from unishard.contract.results import Placement
 from unishard.contract.units import Unit
 from unishard.distributed.dtypes import name_of
 from unishard.distributed.shards import Shard
-from unishard.errors import CheckpointError
 from unishard_deepspeed.cases.case import ZeroCase
 from unishard_deepspeed.cases.replaced_parameters import explain
 from unishard_deepspeed.private.building import forget
@@ -53,7 +52,6 @@ class ZeroModel(ShardedModel):
         super().__init__(zero.engine.module, device)
         self.zero, self.cases = zero, cases
         self._engine, self._hooks, self._entered = zero.engine, hooks, entered
-        self._in_files = zero.spec.params_in_files
         placed = zero.placed_masters()
         self._master_dtypes = frozenset(name_of(master.dtype) for master in placed)
         self._master_numel = sum(master.numel() for master in placed)
@@ -110,6 +108,11 @@ class ZeroModel(ShardedModel):
         """A parameter was used that is not gathered, and so empty."""
         return "" if self.zero.gathers and is_of_shard(error) else None
 
+    def weight_memory(self) -> list[Tensor]:
+        """As DeepSpeed holds them."""
+        self.zero.cases.weight_memory.require()
+        return self.zero.weight_memory()
+
     def placement(self) -> Placement:
         """Report what the engine holds, from its live tensors."""
         return Placement(
@@ -139,16 +142,10 @@ class ZeroModel(ShardedModel):
         """Reshard all gathered parameters. Collective.
 
         Raises:
-            CheckpointError: Parameters are offloaded to files.
             BackendError: This DeepSpeed lacks a private name that it needs.
         """
         if self.updates is not None:
             self.zero.cases.checkpoints.require()
-        if self._in_files:
-            raise CheckpointError(
-                "offload.params: nvme keeps parameters in files, of which DeepSpeed 0.19.8 cannot read or write "
-                "shards; set offload.params to cpu to save or load a checkpoint"
-            )
         self.zero.reshard_all()
         self._partitioned()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unishard.config.nested import merge
-from unishard.contract.field_rows import exact, row
+from unishard.contract.field_rows import STATE_IN_FILES, WEIGHTS_IN_FILES, exact, row
 from unishard.contract.loop_rules import complete
 from unishard.contract.rules import Fit, Rule, When, done_by_unishard, unless
 from unishard_deepspeed import fields
@@ -90,12 +90,6 @@ _OWN: Mapping[str, Rule] = {
             Fit.UNSUPPORTED,
             "hpZ keeps parts on neighboring ranks, which have different slices; write true or false",
         ),
-        When(
-            "a number with offload.params nvme",
-            lambda cfg: cfg.sharding.reshard_group is not None and cfg.offload.params == "nvme",
-            Fit.UNSUPPORTED,
-            "DeepSpeed 0.19.8 keeps no second copy in files; write true or false, or set offload.params to cpu",
-        ),
         When("a number", lambda cfg: cfg.sharding.reshard_group is not None, Fit.EQUIVALENT, _KEPT_IN_GROUP),
         When(
             "true with prefetching",
@@ -141,12 +135,6 @@ _OWN: Mapping[str, Rule] = {
             lambda cfg: fields.stage(cfg) == 0,
             "nothing to replicate: every rank holds every parameter whole",
         ),
-        When(
-            "full_shard with offload.params nvme",
-            lambda cfg: fields.stage(cfg) == 3 and cfg.offload.params == "nvme",
-            Fit.UNSUPPORTED,
-            "DeepSpeed 0.19.8 frees and reads again what lies in files; leave it empty, or set offload.params to cpu",
-        ),
         unless(
             "full_shard",
             lambda cfg: fields.stage(cfg) == 3,
@@ -175,8 +163,8 @@ _OWN: Mapping[str, Rule] = {
             "needs DeepSpeedCPUAdam; write fp32, or choose no_shard, or compute and master bf16",
         ),
         When(
-            "bf16 with offload.optimizer cpu",
-            lambda cfg: cfg.precision.master == "bf16" and cfg.offload.optimizer == "cpu",
+            "bf16 with offload.optimizer",
+            lambda cfg: cfg.precision.master == "bf16" and cfg.offload.optimizer != "none",
             Fit.UNSUPPORTED,
             "needs DeepSpeedCPUAdam; write fp32, or set offload.optimizer to none",
         ),
@@ -240,7 +228,7 @@ _OWN: Mapping[str, Rule] = {
             "nvme",
             lambda cfg: cfg.offload.params == "nvme",
             Fit.EQUIVALENT,
-            "shards of at least 1 MiB lie in files, smaller ones in host memory",
+            WEIGHTS_IN_FILES,
         ),
         to=fields.offload,
     ),
@@ -251,9 +239,8 @@ _OWN: Mapping[str, Rule] = {
         When(
             "nvme",
             lambda cfg: cfg.offload.optimizer == "nvme",
-            Fit.UNSUPPORTED,
-            "DeepSpeed 0.19.8 makes other updates with torch's optimizers in files; choose cpu, or optimizer.name: "
-            "adamw_8bit",
+            Fit.EQUIVALENT,
+            STATE_IN_FILES,
         ),
         to=fields.offload_optimizer,
     ),
@@ -261,11 +248,6 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "zero_optimization.offload_param.pin_memory, offload_optimizer.pin_memory",
         "prepare writes false without a CUDA device",
-    ),
-    "offload.nvme_path": row(
-        Fit.EXACT,
-        "zero_optimization.offload_param.nvme_path, offload_optimizer.nvme_path",
-        "prepare needs DeepSpeed's async_io op (libaio)",
     ),
     "training.micro_batch_size": exact(
         "train_micro_batch_size_per_gpu",

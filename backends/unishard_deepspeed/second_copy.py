@@ -60,11 +60,6 @@ def _refusal(cfg: Config, size: int, world: int) -> str:
         )
     if size < 2 or stage(cfg) != 3:
         return ""
-    if cfg.offload.params == "nvme":
-        return (
-            "keeps a second copy of the parameters, which DeepSpeed 0.19.8 cannot keep in files; remove it, or set "
-            "offload.params to cpu"
-        )
     if size < world and world % size:
         fitting = ", ".join(str(number) for number in range(2, world) if world % number == 0)
         return f"is {size}, which does not divide the {world} ranks; write {f'{fitting} or 1' if fitting else 1}"

@@ -51,11 +51,6 @@ class ZeroSpec:
         return block
 
     @property
-    def params_in_files(self) -> bool:
-        """Whether parameters are offloaded to files."""
-        return bool(self.zero["offload_param"]) and self.zero["offload_param"]["device"] == "nvme"
-
-    @property
     def offloads_optimizer(self) -> bool:
         """Whether the optimizer state is offloaded."""
         return bool(self.zero["offload_optimizer"])

@@ -97,34 +97,6 @@ def _set_device(device: torch.device, topology: Topology) -> None:
         os.environ[name] = str(device.index)
 
 
-def require_files(compute: str) -> None:
-    """Check that DeepSpeed can offload parameters to files, before anything is changed.
-
-    Args:
-        compute: `precision.compute`.
-
-    Raises:
-        BackendError: Its async_io op is missing and cannot be built, or it would round the parameters.
-    """
-    with quiet():
-        from deepspeed.accelerator import get_accelerator
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        available = AsyncIOBuilder().is_compatible(verbose=False)
-    if compute == "fp32" and not get_accelerator().is_fp16_supported():
-        # It then uses bf16 instead of the configured dtype (DeepSpeed 0.19.8, runtime/zero/partition_parameters.py,
-        # _set_dtype).
-        raise BackendError(
-            "offload.params: nvme would round the fp32 parameters to bf16 on a device without fp16 (DeepSpeed 0.19.8); "
-            "set it to cpu, or precision to bf16"
-        )
-    if not available:
-        raise BackendError(
-            "offload to nvme needs DeepSpeed's async_io op, which cannot be found or built here; install libaio with "
-            "its headers (libaio-dev, libaio-devel) and a C++ compiler, or set offload.params to cpu"
-        )
-
-
 class _SendsNumbers(TorchFunctionMode):
     """Lets DeepSpeed send parameters without dimensions: it views each as bytes, which torch 2.13 refuses for a tensor
     without dimensions.

@@ -192,6 +192,10 @@ class ZeroUpdates(Updates):
         """The torch optimizer inside DeepSpeed's."""
         return self._zero.inner.optimizer
 
+    def stepped(self) -> Sequence[Tensor]:
+        """Flat master weights."""
+        return [*self._unused.masters.shards]
+
     def stepped_memory(self) -> Callable[[], dict[nn.Parameter, SteppedShard]]:
         """Flat master weights, or parts of them.
 

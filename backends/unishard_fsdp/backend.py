@@ -112,7 +112,8 @@ class FSDPBackend:
         """
         from unishard_fsdp.footprint.of_rank import footprint_of
 
-        return footprint_of(shape, cfg, topology, self.translate(cfg, topology).native)
+        found = footprint_of(shape, cfg, topology, self.translate(cfg, topology).native)
+        return found.in_files(cfg.offload)
 
     def layout(
         self, shape: ModelShape, cfg: Config, topology: Topology, groups: Sequence[Sequence[str]]

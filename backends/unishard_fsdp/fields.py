@@ -113,7 +113,8 @@ def reduce_dtypes(cfg: Config) -> Native:
 
 def only_optimizer(cfg: Config) -> bool:
     """Whether only the optimizer is offloaded; not by FSDP2, which would gather parameters from the host."""
-    return cfg.offload.optimizer == "cpu" and cfg.offload.params == "none" and cfg.sharding.within_group == "full_shard"
+    offload = cfg.offload
+    return offload.optimizer != "none" and offload.params == "none" and cfg.sharding.within_group == "full_shard"
 
 
 def casts_inputs(cfg: Config) -> Native:
@@ -123,7 +124,8 @@ def casts_inputs(cfg: Config) -> Native:
 
 def offload(cfg: Config) -> Native:
     """Where parameters and optimizer state lie in host memory."""
-    place = {"pin_memory": cfg.offload.pin_memory} if "cpu" in (cfg.offload.params, cfg.offload.optimizer) else None
+    places = {cfg.offload.params, cfg.offload.optimizer}
+    place = {"pin_memory": cfg.offload.pin_memory and cfg.offload.params != "nvme"} if places != {"none"} else None
     hosted = only_optimizer(cfg)
     return {"offload_policy": None if hosted else place, "host_optimizer": place if hosted else None}
 

@@ -21,6 +21,7 @@ from unishard_fsdp.cases.case import FSDPCase
 from unishard_fsdp.cases.unsharded import UnshardedModules, sharded_read
 from unishard_fsdp.private import PRIVATE_API
 from unishard_fsdp.private.released import forget_states
+from unishard_fsdp.private.shard_memory import shard_memory
 from unishard_fsdp.sharding.local_shards import shard_of
 from unishard_fsdp.sharding.placement import placement_of
 from unishard_fsdp.spec import FSDPSpec
@@ -117,6 +118,12 @@ class FSDPModel(ShardedModel):
     def reads_shard(self, error: RuntimeError) -> str | None:
         """A shard, which is a DTensor, was used with a full tensor."""
         return sharded_read(error, self._units())
+
+    def weight_memory(self) -> list[Tensor]:
+        """Shards, as FSDP2 gathers them, as the parameters have them, and as they are stepped."""
+        PRIVATE_API["shard-memory"].require()
+        stepped = [] if self.updates is None else self.updates.stepped()
+        return [*shard_memory(self.modules()), *stepped]
 
     def placement(self) -> Placement:
         """Report what the engine holds, from its live tensors."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unishard.contract.field_rows import NO_FILES, NO_STATE_IN_FILES, exact, row
+from unishard.contract.field_rows import STATE_IN_FILES, WEIGHTS_IN_FILES, exact, row
 from unishard.contract.loop_rules import complete
 from unishard.contract.rules import Fit, Rule, When, done_by_unishard, unless
 from unishard_fsdp import fields
@@ -163,20 +163,20 @@ _OWN: Mapping[str, Rule] = {
         Fit.EXACT,
         "CPUOffloadPolicy",
         _TOGETHER,
-        When("nvme", lambda cfg: cfg.offload.params == "nvme", Fit.UNSUPPORTED, NO_FILES),
         When(
-            "cpu without offload.optimizer: cpu",
+            "without offload.optimizer",
             lambda cfg: cfg.offload.optimizer == "none",
             Fit.APPROXIMATE,
             f"{_TOGETHER}, so the optimizer's state lives in host memory as well, and it steps there: more device "
             "memory is free, and the update is slower; the same maths",
         ),
+        When("nvme", lambda cfg: cfg.offload.params == "nvme", Fit.EQUIVALENT, WEIGHTS_IN_FILES),
     ),
     "offload.optimizer": row(
         Fit.EXACT,
         "CPUOffloadPolicy, or the optimizer on host copies",
         _TOGETHER,
-        When("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Fit.UNSUPPORTED, NO_STATE_IN_FILES),
+        When("nvme", lambda cfg: cfg.offload.optimizer == "nvme", Fit.EQUIVALENT, STATE_IN_FILES),
         When(
             "cpu with shard_optimizer, shard_grad_op or hybrid_shard_grad_op",
             lambda cfg: cfg.sharding.within_group != "full_shard",
@@ -196,14 +196,6 @@ _OWN: Mapping[str, Rule] = {
         "CPUOffloadPolicy(pin_memory=...), or of the host copies",
         "pinned where a CUDA device is present; without one there is nothing to copy to and torch refuses to pin",
         to=fields.for_forms(("fully_shard",), fields.offload),
-    ),
-    "offload.nvme_path": row(
-        Fit.UNSUPPORTED,
-        "none",
-        NO_FILES,
-        When(
-            "with offload.optimizer only", lambda cfg: cfg.offload.params != "nvme", Fit.UNSUPPORTED, NO_STATE_IN_FILES
-        ),
     ),
     "optimizer.name": done_by_unishard(
         "torch's (fused AdamW and Adam; fused SGD without shards), lion-pytorch's, or Muon or AdamW of 8 bits on shards"

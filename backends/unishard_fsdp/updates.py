@@ -137,6 +137,10 @@ class FSDPUpdates(Updates):
         """Of copies in host memory, or of shards as plain tensors."""
         return TorchOptimizerState(self.torch_optimizer, self.model.master_shard, self._stepped.tensors)
 
+    def stepped(self) -> Sequence[Tensor]:
+        """The shards as plain tensors, or their copies in host memory."""
+        return [*self._stepped.tensors.values()]
+
     def stepped_memory(self) -> Callable[[], Mapping[nn.Parameter, SteppedShard]]:
         """The shards as plain tensors, or their copies in host memory."""
         tensors = self._stepped.tensors

@@ -14,7 +14,7 @@ from unishard.cli import app
 from unishard.testing import run_ranks
 
 REFUSED = {
-    "unsupported": "offload: {params: nvme, nvme_path: files}\n",
+    "unsupported": "precision: {compute: bf16, accumulate: bf16}\n",
     "approximate": "strict: true\nbackend: deepspeed\nnative: {deepspeed: {zero_optimization: {zero_quantized_weights: "
     "true}}}\n",
     "package": "optimizer: lion\n",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 from deepspeed.utils import safe_get_full_optimizer_state
-from harness import config, error, in_ranks, losses_of, my_rank, own_share, play, prepare
+from harness import config, in_ranks, losses_of, my_rank, own_share, prepare
 from harness.training import ADAMW
 from torch import nn
 from torch.nn import functional
@@ -147,18 +147,3 @@ def test_masters_whose_parameters_agree_move_as_a_whole_again(strategy, precisio
     assert entries == len(masters), my_rank()
     assert len({step.data_ptr() for step in steps}) == len(steps), "none is shared"
     assert same
-
-
-def in_files():
-    """An engine whose parameters lie in files cannot be built without DeepSpeed's op for it; this one only says so of
-    itself."""
-    with prepare(config("deepspeed")) as engine:
-        engine._adapter._in_files = True
-        engine._adapter.reshard_all()
-
-
-def test_parameters_in_files_are_refused():
-    assert error(play(((in_files, ()),))[in_files, ()]).startswith(
-        "CheckpointError: offload.params: nvme keeps parameters in files, of which DeepSpeed 0.19.8 cannot read or "
-        "write shards"
-    )

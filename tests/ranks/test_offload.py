@@ -4,7 +4,6 @@ cannot do."""
 from __future__ import annotations
 
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -237,13 +236,6 @@ def test_no_gradient_is_applied_a_second_time(cell):
 # -- what cannot be had ----------------------------------------------------------------------------
 
 
-def refused(backend, precision, params, optimizer):
-    offload = {"params": params, "optimizer": optimizer} | (
-        {"nvme_path": "files"} if "nvme" in (params, optimizer) else {}
-    )
-    unishard.prepare(mlp(), configured(backend, "full_shard", precision, offload=offload))
-
-
 def strictly(backend, params, optimizer):
     """What is only approximate is refused under strict."""
     unishard.prepare(
@@ -252,56 +244,12 @@ def strictly(backend, params, optimizer):
     )
 
 
-def without_async_io(*arguments):
-    """As on a machine without libaio."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    with mock.patch.object(AsyncIOBuilder, "is_compatible", return_value=False):
-        refused(*arguments)
-
-
-def without_fp16(*arguments):
-    """As on a CPU without fp16."""
-    from deepspeed.accelerator import get_accelerator
-
-    with mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=False):
-        refused(*arguments)
-
-
-FILES = (
-    "PyTorch has no offload to files, and DeepSpeed 0.19.8 makes other updates in them; choose cpu, or optimizer.name: "
-    "adamw_8bit"
-)
-ASYNC_IO = (
-    "BackendError: offload to nvme needs DeepSpeed's async_io op, which cannot be found or built here; install libaio "
-    "with its headers (libaio-dev, libaio-devel) and a C++ compiler, or set offload.params to cpu"
-)
-ROUNDS = (
-    "BackendError: offload.params: nvme would round the fp32 parameters to bf16 on a device without fp16 (DeepSpeed "
-    "0.19.8); set it to cpu, or precision to bf16"
-)
-OTHER = (
-    "DeepSpeed 0.19.8 makes other updates with torch's optimizers in files; choose cpu, or optimizer.name: adamw_8bit"
-)
 REFUSED = {
     (strictly, ("fsdp", "cpu", "none")): (
         "TranslationError: offload.params: 'cpu' is only approximate on fsdp, and strict is true: CPUOffloadPolicy "
         "moves parameters, gradients and optimizer state together, so the optimizer's state lives in host memory as "
         "well, and it steps there: more device memory is free, and the update is slower; the same maths"
     ),
-    (
-        refused,
-        ("deepspeed", "fp32", "none", "nvme"),
-    ): f"TranslationError: offload.optimizer: 'nvme' is not supported by deepspeed: {OTHER}",
-    (refused, ("fsdp", "fp32", "none", "nvme")): "\n".join(
-        [
-            f"TranslationError: offload.optimizer: 'nvme' is not supported by fsdp: {FILES}",
-            f"offload.nvme_path: 'files' is not supported by fsdp: {FILES}",
-        ]
-    ),
-    (without_async_io, ("deepspeed", "bf16", "nvme", "cpu")): ASYNC_IO,
-    (without_async_io, ("deepspeed", "bf16", "nvme", "none")): ASYNC_IO,
-    (without_fp16, ("deepspeed", "fp32", "nvme", "cpu")): ROUNDS,
 }
 
 

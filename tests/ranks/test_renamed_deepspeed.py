@@ -18,9 +18,6 @@ from torch import nn
 from torch.nn import functional
 
 import unishard
-from unishard.contract import registry
-from unishard.engine.model.shape import shape_of
-from unishard.engine.model.units import units_of
 from unishard.engine.place import Phase
 from unishard.failures import lifetime
 from unishard.testing.models import MlpOutput
@@ -95,18 +92,6 @@ def saves_by_itself(strategy, precision="fp32"):
     prepared(strategy, precision, checkpoint={"dir": "never-written", "every_steps": 100}).close()
 
 
-def keeps_files(strategy):
-    """Only what is asked before anything is changed: files need an op that is built here or not."""
-    from unishard_deepspeed.private.requirements import require_for
-    from unishard_deepspeed.private.table import OF_STAGE_3
-
-    cfg = config("deepspeed", strategy, offload={"params": "nvme", "optimizer": "cpu", "nvme_path": "files"})
-    model, backend, topology = Branching(), registry.get("deepspeed"), unishard.Topology()
-    units = units_of(model, cfg.sharding)._replace(gathered=())
-    spec = backend.spec(cfg, backend.translate(cfg, topology), topology, shape_of(model, cfg.sharding), units)
-    require_for(spec, OF_STAGE_3, "cpu", trains=True, units=False)
-
-
 def trains_an_empty_parameter(strategy):
     model = Branching()
     model.nothing = nn.Parameter(torch.zeros(0, 3))
@@ -152,12 +137,13 @@ def frees(strategy):
 
 
 OFFLOAD = {"offload": {"optimizer": "cpu"}}
+FILES = {"offload": {"params": "nvme", "optimizer": "nvme", "nvme_path": "."}}
 KEPT = {"precision": {"compute": "bf16", "keep_fp32": ["head"]}}
 IGNORE = {"training": {"nonfinite": "ignore"}}
 MEETING = {
     "leaf-gradients": (trains, "full_shard"),
     "fp16-on-cpu": (trains, "shard_grad_op", "fp16"),
-    "nvme-parameters": (keeps_files, "full_shard"),
+    "weight-memory-stage-3": (trains, "full_shard", FILES),
     "empty-parameters": (trains_an_empty_parameter, "full_shard"),
     "second-process-group": (starts_again, "no_shard"),
     "no-compiler": (does_not_compile, "no_shard"),

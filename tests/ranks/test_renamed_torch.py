@@ -191,7 +191,13 @@ def divides_experts():
     return refused(unishard.prepare, build("own"), cfg)
 
 
+def keeps_files():
+    offload = {"params": "nvme", "optimizer": "nvme", "nvme_path": "."}
+    return refused(unishard.prepare, mlp(), configured("fsdp", "full_shard", offload=offload))
+
+
 SCENARIOS = {
+    "shard-memory": keeps_files,
     "slices": divides_experts,
     "pending-gathers": gathers,
     "local-tensors": reads_a_number,

@@ -156,7 +156,7 @@ def test_a_refusal_ends_with_a_command_that_works(config: Path, report: str) -> 
     again = run(*arguments, "--report", "json")
     assert again.exit_code == 0, again.stderr
     made = unishard.load("new.yaml")
-    assert (made.training.seed, made.offload.params, made.optimizer.name) == (3, "cpu", "adamw")
+    assert (made.training.seed, made.offload.params, made.optimizer.name) == (3, "nvme", "adamw")
     assert [one["key"] for one in json.loads(again.stderr)["dropped"]] == [
         "data_efficiency.enabled",
         "zero_optimization.stage3_[x]",

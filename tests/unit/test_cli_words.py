@@ -47,7 +47,7 @@ def project(config: Path) -> Path:
     quantized = "native: {deepspeed: {zero_optimization: {zero_quantized_weights: true}}}\n"
     Path("approximate.yaml").write_text(f"backend: deepspeed\n{quantized}")
     Path("refused.yaml").write_text(
-        f"offload: {{params: nvme, nvme_path: files}}\ntraining: {{global_batch_size: 9}}\ncheckpoint: {LONG}\n"
+        f"precision: {{compute: bf16, accumulate: bf16}}\ntraining: {{global_batch_size: 9}}\ncheckpoint: {LONG}\n"
     )
     Path(LONG).mkdir(parents=True)
     (Path(LONG) / "ds.json").write_text((ROOT / "examples/configs/ds_zero2.json").read_text())
@@ -184,7 +184,7 @@ def test_on_a_real_terminal(tmp_path: Path) -> None:
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
     environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "unishard", "check", "c.yaml"]
-    (tmp_path / "c.yaml").write_text("offload: {params: nvme, nvme_path: files}\n")
+    (tmp_path / "c.yaml").write_text("precision: {compute: bf16, accumulate: bf16}\n")
     with subprocess.Popen(
         command, stdout=child, stderr=child, stdin=child, cwd=tmp_path, env=environ | {"PYTHONPATH": str(ROOT)}
     ) as process:
@@ -194,4 +194,4 @@ def test_on_a_real_terminal(tmp_path: Path) -> None:
     os.close(parent)
     assert len(shown.splitlines()) > 2
     assert max(map(len, shown.splitlines())) <= 80
-    assert shown.split()[:3] == ["c.yaml:1:", "offload.params:", "'nvme'"]
+    assert shown.split()[:3] == ["c.yaml:1:", "precision.accumulate:", "'bf16'"]

@@ -112,10 +112,10 @@ def test_every_engine_and_strategy_has_a_line() -> None:
 def test_what_an_engine_refuses_is_said() -> None:
     shape = llama(2, 64, 96, 16, 97)
     found = candidates_of(
-        config(offload={"params": "nvme", "nvme_path": "x"}), shape, Topology(8, 8), strategies=["full_shard"]
+        config(precision={"compute": "bf16", "accumulate": "bf16"}), shape, Topology(8, 8), strategies=["full_shard"]
     )
     assert [bool(each.refusal) for each in found] == [True, False]
-    assert "offload to files" in found[0].refusal
+    assert "the fp32 master weight" in found[0].refusal
 
 
 def test_fields_of_another_strategy_are_reset() -> None:

@@ -36,7 +36,8 @@ class Offload(Section):
     """Where sharded parameters and their fp32 master weights are kept: on the accelerator, in host memory (`cpu`), or
     in files (`nvme`)."""
     optimizer: Annotated[Place, OffAt("none")] = Field(default="none")
-    """Where the optimizer state is kept. With `cpu` and `nvme` the optimizer runs on the host."""
+    """Where the optimizer state is kept. With `cpu` and `nvme` the optimizer runs on the host; with `nvme` it steps
+    pieces of the state, which are read before and written afterwards."""
     activations: Annotated[Literal["none", "cpu"], OffAt("none")] = Field(default="none")
     """Where that lies which the model's repeated blocks keep for backward. With `cpu`, it leaves the accelerator after
     the forward of each block and comes back before its backward, while other blocks compute; with
@@ -44,8 +45,8 @@ class Offload(Section):
     pin_memory: Annotated[bool, _OFFLOADED] = Field(default=True)
     """Whether offloaded tensors use page-locked host memory (faster copies; needs a CUDA device)."""
     nvme_path: Annotated[Directory, _FILES] = Field(default=None)
-    """Directory for the files of `nvme`, on a local disk of each node; required with `nvme`. Each rank writes its own
-    files."""
+    """Directory for the files of `nvme`, on a local disk of each node; required with `nvme`. Each rank has one file,
+    without a name, which is gone with its process. Checkpoints do not depend on it."""
 
     def _problems(self) -> Iterator[tuple[str, str]]:
         if "nvme" in (self.params, self.optimizer) and not self.nvme_path:

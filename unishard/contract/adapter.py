@@ -61,6 +61,14 @@ class ShardedModel(ABC):
         """Modules outside units whose parameters are gathered, by a collective, each time that they are entered."""
         return ()
 
+    def weight_memory(self) -> Iterable[Tensor]:
+        """All tensors of the engine that have the memory of this rank's weights: parameters, their shards, master
+        weights, and buffers that hold several.
+
+        Whoever gives their `data` other memory moves the weights.
+        """
+        return ()
+
     @abstractmethod
     def placement(self) -> Placement:
         """Report what the engine holds, from its live tensors, not from the config.
@@ -206,6 +214,12 @@ class Updates(ABC):
     def optimizer_state(self) -> OptimizerState:
         """This rank's shards of the optimizer's state, by parameter."""
         return TorchOptimizerState(self.torch_optimizer, self.model.master_shard)
+
+    def stepped(self) -> Sequence[Tensor]:
+        """All tensors that the torch optimizer steps on this rank, whether they have a gradient or not, in its
+        order.
+        """
+        return [tensor for group in self.torch_optimizer.param_groups for tensor in group["params"]]
 
     def stepped_memory(self) -> Callable[[], Mapping[nn.Parameter, SteppedShard]]:
         """Prepare to say, inside a step of the torch optimizer, which memory it steps.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Self
 
-from unishard.config import Config
+from unishard.config import Config, Offload
 from unishard.contract.model_shape import ITEMSIZE, ParameterShape
 from unishard.distributed.layout import Layout
 
@@ -28,6 +28,10 @@ class Bytes(NamedTuple):
         if not isinstance(other, Bytes):
             return NotImplemented
         return type(self)(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def moved(self, to_files: bool) -> Self:
+        """The same with host memory in files, if it is to lie there."""
+        return self._replace(host=0, files=self.files + self.host) if to_files else self
 
     @property
     def total(self) -> int:
@@ -137,6 +141,20 @@ class Footprint:
     """By what the allocator multiplies the peak: from, to."""
     notes: tuple[str, ...] = field(default=())
     """What these figures leave out."""
+
+    def in_files(self, offload: Offload) -> Footprint:
+        """The same with what `nvme` keeps in files, where the engine knows only host memory.
+
+        Args:
+            offload: The section.
+        """
+        weights, state = offload.params == "nvme", offload.optimizer == "nvme"
+        return replace(
+            self,
+            parameters=self.parameters.moved(weights),
+            masters=self.masters.moved(weights),
+            optimizer=self.optimizer.moved(state),
+        )
 
     @property
     def persistent(self) -> Bytes:

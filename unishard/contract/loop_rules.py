@@ -45,6 +45,7 @@ LOOP: Mapping[str, Rule] = {
     ),
     "quantization.double_quantization": done_by_unishard("the scales of the blocks are a parameter of bytes, too"),
     "quantization.skip_modules": done_by_unishard("by the names of layers in `unishard.from_pretrained`"),
+    "offload.nvme_path": done_by_unishard("one file of each rank, without a name"),
     "offload.activations": Rule(
         Fit.EXACT,
         "torch.autograd.graph.saved_tensors_hooks",

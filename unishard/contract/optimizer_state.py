@@ -39,8 +39,21 @@ class Keys(NamedTuple):
 
 _KNOWN: WeakKeyDictionary[Any, dict[tuple[Any, ...], Keys]] = WeakKeyDictionary()
 """Known keys of each optimizer, by group options and the kind of tensor."""
+_MEMORY: WeakKeyDictionary[Any, Callable[[str, Tensor], Tensor | None]] = WeakKeyDictionary()
+"""Where the state of each optimizer lies, if not beside what it steps."""
 _RATES = ("lr", "initial_lr")
 """Options that change between updates and do not affect the keys."""
+
+
+def keep_state(optimizer: Any, memory: Callable[[str, Tensor], Tensor | None]) -> None:
+    """Let new state of an optimizer lie where a function says, by the key and the tensor that is stepped."""
+    _MEMORY[optimizer] = memory
+
+
+def memory_for(optimizer: Any, key: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for a key of the state of a tensor, where the state lies; what is in it may be of a state before."""
+    memory = _MEMORY[optimizer](key, like) if optimizer in _MEMORY else None
+    return torch.zeros_like(like, dtype=dtype) if memory is None else memory
 
 
 @torch.no_grad()
@@ -64,7 +77,7 @@ def fresh_state(optimizer: Any, group: Mapping[str, Any], like: Tensor, spec: St
                 f"{', '.join(keys.numbers) or 'none'}; load it with the optimizer that saved it, or pass strict=False"
             )
     state: dict[str, Any] = dict.fromkeys(keys.nothing)
-    state |= {name: torch.zeros_like(like, dtype=dtype) for name, dtype in spec.tensors.items()}
+    state |= {name: memory_for(optimizer, name, like, dtype).zero_() for name, dtype in spec.tensors.items()}
     return state | {name: _like(keys.numbers[name], number) for name, number in spec.numbers.items()}
 
 

@@ -49,6 +49,7 @@ from unishard.engine.training_only import require_training
 from unishard.engine.weights import Weights
 from unishard.errors import ContractError
 from unishard.failures import lifetime
+from unishard.nvme.offload import FileOffload
 from unishard.observe.expected_memory import ExpectedMemory
 from unishard.observe.observer import Observers
 from unishard.observe.one_number import check_number
@@ -66,11 +67,11 @@ class Engine(OtherNames, Process):
     What is not the loop is in three parts: `weights`, `gradients` and `framework`.
     """
 
-    def __init__(self, adapter: ShardedModel, plan: RunPlan, around: AroundForward) -> None:
+    def __init__(self, adapter: ShardedModel, plan: RunPlan, around: AroundForward, files: FileOffload) -> None:
         """Set up the parts of the engine around an adapter. Collective."""
         updates, module, warn = adapter.updates, adapter.module, WarnOnce()
         super().__init__(adapter.device)
-        self._adapter, self._around = adapter, around
+        self._adapter, self._around, self._files = adapter, around, files
         self._sequences = sequences = around.sequences
         self._order = order = order_of_calls(adapter, plan)
         self._observers = Observers()
@@ -560,8 +561,8 @@ class Engine(OtherNames, Process):
                 self._accumulation.close()
             self._checkpoints.close()
         finally:
-            self._around.close()
-            self._adapter.close()
+            for each in (self._around, self._adapter, self._files):
+                each.close()
 
     def _training(self, call: str) -> Accumulation:
         return require_training(self._accumulation, self._order, call)

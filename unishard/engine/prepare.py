@@ -44,6 +44,7 @@ from unishard.engine.verify import verify
 from unishard.errors import ModelError
 from unishard.failures import collective_check, lifetime, monitor_client
 from unishard.failures.endings import explain_lost_connections
+from unishard.nvme.offload import FileOffload
 from unishard.observe.expected_memory import ExpectedMemory
 from unishard.parallel.groups import make_groups
 from unishard.parallel.sliced_model import SlicedModel
@@ -122,6 +123,8 @@ def prepare(
             around = AroundForward(model, plan, sliced)
             on_error.callback(around.close)
             sliced.let_go()
+            files = FileOffload(plan.model.offload, topology)
+            on_error.callback(files.close)
             adapter = _shard(model, plan)
             sliced.count_gradients(over_holders=plan.backend.averages_over_holders)
             adapter.forward_is_collective |= sliced.exchanges
@@ -132,7 +135,8 @@ def prepare(
                 share_matrices(adapter.updates, plan.optimizer.groups, layout)
                 share_blocks(adapter.updates, plan.optimizer.groups, layout, topology.rank)
                 share_whole_tensors(adapter.updates, plan, layout)
-            engine = Engine(adapter, plan, around)
+            files.take(adapter)
+            engine = Engine(adapter, plan, around, files)
             on_error.pop_all()  # from here on the engine closes them
         return engine if plan.optimizer is None else _begin(engine, plan, reseed=reseed)
 

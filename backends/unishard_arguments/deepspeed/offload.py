@@ -110,8 +110,15 @@ KEYS: Mapping[str, Key] = {
 }
 
 
+def _offload_of(cfg: Config, device: str) -> Native | None:
+    if device == "none":
+        return None
+    place = {"device": device, "pin_memory": cfg.offload.pin_memory}
+    return place | ({"nvme_path": cfg.offload.nvme_path} if device == "nvme" else {})
+
+
 def _optimizer_of(cfg: Config, topology: Topology) -> Native:
-    place = fields.place(cfg, cfg.offload.optimizer)
+    place = _offload_of(cfg, cfg.offload.optimizer)
     if place is None:
         return {}
     # DeepSpeed refuses a torch optimizer on the host unless told otherwise (DeepSpeed 0.19.8, runtime/engine.py,
@@ -121,7 +128,7 @@ def _optimizer_of(cfg: Config, topology: Topology) -> Native:
 
 
 def _params_of(cfg: Config, topology: Topology) -> Native:
-    place = fields.place(cfg, cfg.offload.params)
+    place = _offload_of(cfg, cfg.offload.params)
     return fields.zero(offload_param=place) if place else {}
 
 

@@ -35,7 +35,7 @@ class StageFootprint(ABC):
         self.compute, self.master = ITEMSIZE[precision.compute], ITEMSIZE[precision.master]
         self.reduce, self.accumulate = ITEMSIZE[precision.reduce], ITEMSIZE[precision.accumulate]
         self.micro = cfg.training.gradient_accumulation_steps
-        self.offloads = cfg.offload.optimizer == "cpu"
+        self.offloads = cfg.offload.optimizer != "none"
         self.trainable = [parameter for parameter in shape.trainable if parameter.numel]
         self.numel = sum(parameter.numel for parameter in self.trainable)
 

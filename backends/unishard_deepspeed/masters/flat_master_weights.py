@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unishard.contract.optimizer_state import memory_for
+
 Shards = Mapping[Tensor, Mapping[nn.Parameter, range]]
 """Where the shards of parameters lie in each flat master weight."""
 
@@ -136,7 +138,7 @@ class FlatMasterWeights:
                     flat[key] = value  # such as a step count, of which the flat state has none
                     continue
                 if key not in flat:
-                    flat[key] = torch.zeros(master.shape, dtype=value.dtype, device=value.device)
+                    flat[key] = memory_for(self._optimizer, key, master, value.dtype)
                 interval = _part(flat[key], self.shards[master][parameter])
                 if interval.data_ptr() != value.data_ptr():
                     self._optimizer.state[view][key] = interval.copy_(value)

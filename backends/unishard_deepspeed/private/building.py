@@ -82,11 +82,6 @@ def clear_mpu() -> None:
     groups.mpu = None
 
 
-def swapper_of(init: Any) -> Any:
-    """The object that reads and writes parameters in files, shared by all `deepspeed.zero.Init` of a model."""
-    return init.param_swapper
-
-
 def gather_empty(parameters: Iterable[Any]) -> None:
     """Gather empty parameters in a process group of one rank, without communication, as stage 3 does on one rank.
 

@@ -32,6 +32,11 @@ def own_shard(parameter: Any) -> Shard:
     return shard_in(parameter, parameter.ds_tensor)
 
 
+def shards(model: nn.Module) -> list[Tensor]:
+    """This rank's shards of the partitioned parameters, padded, as DeepSpeed holds them."""
+    return [each.ds_tensor for each in model.parameters() if is_partitioned(each)]  # type: ignore[attr-defined]
+
+
 def write(parameter: Any, value: Tensor) -> None:
     """Write a full value into this rank's shard, and into the parameter if it is gathered now."""
     write_shard(own_shard(parameter), value)

@@ -27,8 +27,6 @@ def require_for(spec: ZeroSpec, cases: Cases, device: str, *, trains: bool, unit
     fp16 = spec.precision.compute == "fp16"
     if fp16 and device == "cpu":
         PRIVATE_API["fp16-on-cpu"].require()
-    if spec.params_in_files:
-        PRIVATE_API["nvme-parameters"].require()
     if spec.replicas is not None:
         cases.replica_groups.require()
     if spec.second_copies:

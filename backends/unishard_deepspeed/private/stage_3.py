@@ -164,6 +164,12 @@ class Stage3(ZeroOptimizer):
         padded = self.optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)[0]
         return partitioned.shard_in(parameter, padded)
 
+    def weight_memory(self) -> list[Tensor]:
+        """Shards, the buffers that hold those of a group, and flat master weights."""
+        optimizer = self.optimizer
+        buffers = [*optimizer.param_groups_fp16_flat_cpu_memory, *optimizer.fp16_partitioned_groups_flat]
+        return [*buffers, *self.masters, *partitioned.shards(self.engine.module)]
+
     def refresh(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Only this rank's shard, if the parameter is not gathered now."""
         partitioned.write(parameter, value)

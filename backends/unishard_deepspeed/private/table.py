@@ -22,8 +22,7 @@ _OWNERS = {
     "groups": "deepspeed.utils.groups:",
 }
 """Classes and modules that several cases need names of."""
-_GITHUB = "https://github.com/deepspeedai/DeepSpeed"
-_TAG = f"{_GITHUB}/blob/v0.19.8/deepspeed"
+_TAG = "https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed"
 _ENGINE_FILE = f"{_TAG}/runtime/engine.py"
 _COORDINATOR_FILE = f"{_TAG}/runtime/zero/partitioned_param_coordinator.py"
 _STAGES_1_2_FILE = f"{_TAG}/runtime/zero/stage_1_and_2.py"
@@ -62,6 +61,7 @@ class Cases(NamedTuple):
     stale_gradients: PrivateApi = _NOTHING
     stale_offloaded: PrivateApi = _NOTHING
     gathers: PrivateApi = _NOTHING
+    weight_memory: PrivateApi = _NOTHING
     frees: PrivateApi = _NOTHING
     divisor: PrivateApi = _NOTHING
     fp16: PrivateApi = _NOTHING
@@ -223,7 +223,7 @@ OF_STAGE_3 = Cases(
             stage_3="_grad_acc_hooks _leaf_module_hooks create_reduce_and_remove_grad_hooks",
             offload="ds_z3_leaf_module",
         ),
-        f"{_GITHUB}/issues/5524",
+        "https://github.com/deepspeedai/DeepSpeed/issues/5524",
         _NOT_STAGE_3,
     ),
     replica_groups=_row(
@@ -276,6 +276,13 @@ OF_STAGE_3 = Cases(
         _COORDINATOR_FILE,
         _NOT_STAGE_3,
     ),
+    weight_memory=_row(
+        "weight-memory-stage-3",
+        "offload.params: nvme with full_shard",
+        _of(stage_3="param_groups_fp16_flat_cpu_memory fp16_partitioned_groups_flat fp32_partitioned_groups_flat"),
+        _STAGE_3_FILE,
+        "set offload.params to cpu",
+    ),
     slices=_row(
         "slices-stage-3",
         "parallel.expert or parallel.tensor with full_shard",
@@ -327,13 +334,6 @@ OTHERS = (
         "set precision to bf16",
     ),
     _row(
-        "nvme-parameters",
-        "offload.params: nvme",
-        _of(init="param_swapper"),
-        f"{_TAG}/runtime/zero/partition_parameters.py",
-        "set offload.params to cpu",
-    ),
-    _row(
         "empty-parameters",
         "full_shard of a model with parameters that have no elements",
         _of(init="ds_process_group partition_numel"),
@@ -383,7 +383,7 @@ OTHERS = (
         "clipping",
         "engine.step with another clip_grad_norm than training.gradient_clipping",
         _of(stages_1_2="clip_grad", stage_3="clip_grad"),
-        f"{_GITHUB}/blob/v0.19.8/docs/_pages/config-json.md",
+        f"{_TAG}/../docs/_pages/config-json.md",
         "set training.gradient_clipping for the whole run",
     ),
     _row(

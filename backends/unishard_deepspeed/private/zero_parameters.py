@@ -38,6 +38,10 @@ class ZeroParameters(ABC):
         """Tensors of the dtypes and sizes of the master weights on this rank."""
         return []
 
+    def weight_memory(self) -> list[Tensor]:
+        """All tensors that have the memory of the weights on this rank."""
+        return []
+
     def gather_after(self) -> None:  # noqa: B027 (nothing is gathered)
         """Let the next gathers wait on the device for the shards that were written just now."""
 

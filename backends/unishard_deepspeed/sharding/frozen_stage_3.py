@@ -36,6 +36,10 @@ class FrozenStage3(ZeroParameters):
         self.cases.master_weights.require()
         return partitioned.own_shard(parameter)
 
+    def weight_memory(self) -> list[Tensor]:
+        """Shards."""
+        return partitioned.shards(self.engine.module)
+
     def refresh(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Only the parameter, if it is gathered now."""
         partitioned.write(parameter, value)

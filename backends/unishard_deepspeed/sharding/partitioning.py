@@ -22,7 +22,7 @@ from unishard.distributed.dtypes import DTYPES
 from unishard.distributed.layout import flat
 from unishard.distributed.slices import holders_of
 from unishard_deepspeed import start
-from unishard_deepspeed.private.building import gather_empty, swapper_of
+from unishard_deepspeed.private.building import gather_empty
 from unishard_deepspeed.private.second_copy import group_of_init
 from unishard_deepspeed.sharding.replicas import Replicas
 from unishard_deepspeed.spec import ZeroSpec
@@ -94,8 +94,6 @@ def partition(
                 mpu=replicas,
                 **shared,
             )
-        if spec.params_in_files:
-            shared["param_swapper"] = swapper_of(init)
         if spec.second_copies:
             shared["zero_param_parallel_group"] = group_of_init(init)
         # Now: a buffer that is freed between two shards leaves a hole in the heap.
@@ -117,9 +115,7 @@ def _keeps_one_part(spec: ZeroSpec) -> bool:
     partitioned it.
     """
     changed = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
-    return not spec.params_in_files and not any(
-        spec.zero.get(key, 0) > 1 or spec.zero.get(key) is True for key in changed
-    )
+    return not any(spec.zero.get(key, 0) > 1 or spec.zero.get(key) is True for key in changed)
 
 
 def _batches(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

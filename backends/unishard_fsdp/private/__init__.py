@@ -69,6 +69,18 @@ PRIVATE_API = by_name(
         instead="nothing to do: units are not gathered ahead",
     ),
     PrivateApi(
+        name="shard-memory",
+        case="offload.params: nvme",
+        names=(
+            *_GROUPS,
+            *_parameter("_sharded_param_data sharded_param"),
+            "torch.distributed.tensor:DTensor._local_tensor",
+        ),
+        versions=_RUN,
+        link=f"{_SOURCE}/_fsdp_param.py#L995",
+        instead="set offload.params to cpu",
+    ),
+    PrivateApi(
         name="slices",
         case="parallel.expert or parallel.tensor",
         names=(

@@ -12,7 +12,7 @@ from unishard.contract.adapter import ShardedModel
 from unishard.distributed.shards import Shard
 from unishard.engine.open_blocks import OpenBlocks
 from unishard.engine.place import LoopPlace
-from unishard.errors import BackendError, CheckpointError
+from unishard.errors import BackendError
 from unishard.failures.endings import is_lost_connection
 
 _PERIOD = 1_048_573
@@ -26,8 +26,8 @@ def perturbed_weights(adapter: ShardedModel, place: LoopPlace, blocks: OpenBlock
     """A block in which something is added to each weight that trains. Collective.
 
     The same on all ranks that hold a weight. At its end all are as before, bit for bit; until then a copy of this
-    rank's shards is kept, which is no larger than their gradients. Where weights are in files, or unsharded by the
-    script, they stay as they are.
+    rank's shards is kept, which is no larger than their gradients. Where weights are unsharded by the script, they stay
+    as they are.
     """
     if blocks.unsharded:
         yield
@@ -35,7 +35,7 @@ def perturbed_weights(adapter: ShardedModel, place: LoopPlace, blocks: OpenBlock
     try:
         adapter.reshard_all()
         shards = [adapter.master_shard(each) for each in adapter.module.parameters() if each.requires_grad]
-    except (BackendError, CheckpointError):
+    except BackendError:
         yield
         return
     kept = [shard.values.clone() for shard in shards]

@@ -1,4 +1,4 @@
-"""Parameters and optimizer in host memory; `nvme` needs a library that may not be installed."""
+"""Parameters and optimizer in host memory, or in files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from unishard.testing.features.sharding import GROUPS
 
 ADAMW = {"name": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
 _PARAMS, _OPTIMIZER, _BOTH = {"params": "cpu"}, {"optimizer": "cpu"}, {"params": "cpu", "optimizer": "cpu"}
+_STATE_IN_FILES = {"optimizer": "nvme", "nvme_path": "."}
+_IN_FILES = {"params": "nvme", **_STATE_IN_FILES}
 
 OFFLOAD = (
     Feature(
@@ -26,6 +28,19 @@ OFFLOAD = (
         worlds=(1, 4),
     ),
     Feature("offload_params", "only the parameters in host memory", {"offload": _PARAMS}, strategies=("full_shard",)),
+    Feature(
+        "offload_files",
+        "parameters and optimizer in files, with AdamW",
+        {"offload": _IN_FILES, "optimizer": ADAMW},
+        strategies=("full_shard",),
+        worlds=(1, 2, 4),
+    ),
+    Feature(
+        "offload_optimizer_files",
+        "the optimizer in files, with AdamW",
+        {"offload": _STATE_IN_FILES, "optimizer": ADAMW},
+        strategies=STRATEGIES[1:],
+    ),
     Feature(
         "offload_hybrid",
         "both, with hybrid sharding in groups of 2 ranks",

@@ -63,12 +63,15 @@ def _text_table(plan: Plan, candidates: list[Candidate]) -> Iterator[str]:
             candidate.activations,
             candidate.peak.nbytes,
         )
-        host = footprint.persistent.host
+        host, files = footprint.persistent.host, footprint.persistent.files
         yield (
             f"{label:<22}" + "".join(f"{in_gib(size):>7}" for size in sizes) + f"  {_fits(plan, candidate)}"
         ).rstrip()
         if host:
             yield f"    and {with_unit(host)} of host memory"
+        if files:
+            each = with_unit(footprint.optimizer.files)
+            yield f"    and {with_unit(files)} in files; an update reads and writes {each}"
 
 
 def _fits(plan: Plan, candidate: Candidate) -> str:
