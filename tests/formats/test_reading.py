@@ -157,7 +157,8 @@ def test_every_field_may_be_undecided() -> None:
 
 
 def test_placeholders() -> None:
-    assert undecided_in(placeholder("training.seed")) == "training.seed"
+    for field in ("training.seed", "precision.keep_fp32"):
+        assert undecided_in(placeholder(field)) == field
     assert [undecided_in(value) for value in ("x", "${A}", 3, "${training.seed} ")] == [None] * 4
 
 

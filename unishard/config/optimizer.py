@@ -25,7 +25,7 @@ _ADAM = ("adamw", "adam")
 def _of(*names: str, why: str = "the optimizer has none") -> OnlyWith:
     words = f"{', '.join(names[:-1])} and {names[-1]}" if names[1:] else names[0]
     refusal = f"belongs to {words}, not to {{self.name}}; remove it or set optimizer.name to {names[0]}"
-    return OnlyWith({"name": {*names}}, why, refusal)
+    return OnlyWith({"name": names}, why, refusal)
 
 
 _SGD_OR_MUON = _of("sgd", "muon", why="only sgd and muon have it")

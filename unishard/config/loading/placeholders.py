@@ -20,7 +20,7 @@ Switches = Mapping[str, tuple[Any, ...]]
 """Fields, one of which must have one of these values."""
 
 _OF_COMPUTE = ("precision.master", "precision.reduce", "precision.accumulate")
-_PLACEHOLDER = re.compile(r"\$\{([a-z_]+(?:\.[a-z_]+)*)\}")
+_PLACEHOLDER = re.compile(r"\$\{([a-z0-9_]+(?:\.[a-z0-9_]+)*)\}")
 
 
 def placeholder(field: str) -> str:

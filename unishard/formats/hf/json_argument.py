@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from unishard.errors import ConfigError
 from unishard.formats.files.source import Source, open_named
+
+
+def mapping_in(value: Any) -> Any:
+    """The mapping of an argument that Trainer also takes as JSON; any other value as it is."""
+    if isinstance(value, str) and value.startswith("{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def opened(text: str, source: Source) -> Mapping[str, Any] | str:

@@ -13,6 +13,7 @@ from unishard.config.nested import Native
 from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable, left_out
 from unishard.contract.key_rows import boolean, broadcast_buffers, integer, number, sets, text
 from unishard.contract.rules import Fit
+from unishard.formats.hf.json_argument import mapping_in
 
 FSDP = "fsdp"
 """The argument for FSDP."""
@@ -77,6 +78,7 @@ def _checkpointing(value: Any, document: DocumentValues) -> KeyEffect:
 
 
 def _checkpointing_arguments(value: Any, document: DocumentValues) -> KeyEffect:
+    value = mapping_in(value)
     if off(value):
         return left_out("is empty")
     if not isinstance(value, Mapping):
@@ -137,6 +139,7 @@ _ACCUMULATED = "gradient_accumulation_steps"
 
 
 def _accelerator(value: Any, document: DocumentValues) -> KeyEffect:
+    value = mapping_in(value)
     if off(value):
         return left_out("is empty")
     if isinstance(value, str):
@@ -160,7 +163,7 @@ def _num_steps(accelerator: Any) -> Any:
 
 def _accumulated(value: Any, document: DocumentValues) -> KeyEffect:
     steps = integer(1)(value)
-    if steps == 1 and _num_steps(document.get("accelerator_config")) is not None:
+    if steps == 1 and _num_steps(mapping_in(document.get("accelerator_config"))) is not None:
         return left_out("num_steps in accelerator_config counts instead")
     return KeyEffect(fields={f"training.{_ACCUMULATED}": steps})
 

@@ -11,6 +11,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Undecided,
 from unishard.contract.key_rows import integer, number
 from unishard.contract.rules import Fit
 from unishard.contract.templates import is_placeholder
+from unishard.formats.hf.json_argument import mapping_in
 from unishard.formats.names import names
 
 UPDATES = "the number of updates, which Trainer counts from the dataset and num_train_epochs"
@@ -42,7 +43,7 @@ def shape_of(value: Any) -> str:
 
 def kwargs_of(document: DocumentValues) -> Mapping[str, Any]:
     """The extra arguments of the schedule; empty where there are none."""
-    value = document.get("lr_scheduler_kwargs")
+    value = mapping_in(document.get("lr_scheduler_kwargs"))
     return value if isinstance(value, Mapping) else {}
 
 
@@ -184,8 +185,12 @@ def _climbs(document: DocumentValues) -> bool:
 
 
 def _ends(document: DocumentValues) -> bool:
-    """Whether the rate falls until the end of the training."""
-    return _SHAPES.get(shape_of(document.get("lr_scheduler_type"))) in _ENDING
+    """Whether the rate falls until the end of the training, in a way that is supported."""
+    kind = document.get("lr_scheduler_type")
+    try:
+        return _SHAPES.get(shape_of(kind)) in _ENDING and _type(kind, document).fit is not Fit.UNSUPPORTED
+    except Unreadable:
+        return False
 
 
 def _warmup(value: Any, document: DocumentValues) -> KeyEffect:
@@ -237,6 +242,7 @@ def length(action: str) -> KeyEffect:
 
 
 def _kwargs(value: Any, document: DocumentValues) -> KeyEffect:
+    value = mapping_in(value)
     if value in (None, {}, ""):
         return left_out("is empty")
     if not isinstance(value, Mapping):

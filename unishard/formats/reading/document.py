@@ -255,7 +255,8 @@ def _document(fields: Mapping[str, Any], entries: Sequence[Entry], unneeded: Col
     """
     assumed = {field for entry in entries if entry.assumed for field in entry.effect.fields}
     known = {field: value for field, value in fields.items() if not isinstance(value, Undecided)}
-    temporary = stand_ins(known, fields.keys() - known.keys() - set(unneeded))
+    said = {field: value for field, value in known.items() if field not in assumed or value != default_of(field, known)}
+    temporary = stand_ins(said, fields.keys() - known.keys() - set(unneeded))
     values = {field: known.get(field, temporary.get(field, _LEFT_OUT)) for field in fields}
     data = nested(
         {
