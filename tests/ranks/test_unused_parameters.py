@@ -79,11 +79,14 @@ def test_what_only_one_rank_uses_is_trained_with_the_mean_of_all_ranks():
     BRANCHING.judge(config("deepspeed", "no_shard", optimizer=ADAMW))
 
 
-@in_ranks(cells=tuple((strategy,) for strategy in STRATEGIES[1:]))
-def test_state_that_begins_in_a_later_update_is_found_by_deepspeeds_own_functions(strategy):
+@in_ranks(cells=(*((strategy, "with others") for strategy in STRATEGIES[1:]), ("shard_grad_op", "alone")))
+def test_state_that_begins_in_a_later_update_is_found_by_deepspeeds_own_functions(strategy, group):
+    """Also where the first update uses nothing of a group of the optimizer: its first one, since DeepSpeed 0.19.8 finds
+    no state of others."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    with prepared("deepspeed", strategy) as engine:
+    alone = {"groups": [{"params": ["always"], "lr": 0.02}]} if group == "alone" else {}
+    with unishard.prepare(BRANCHING.built(), config("deepspeed", strategy, optimizer=ADAMW | alone)) as engine:
         update(engine, 0, both=False)
         update(engine, 1, both=True)
         state = safe_get_full_optimizer_state(engine.module.sometimes.weight, "exp_avg")
