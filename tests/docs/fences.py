@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,10 +33,15 @@ class Block:
 
 def blocks(*languages: str) -> list[Block]:
     """The blocks of these languages on all pages; all blocks when none is named."""
+    return [block for block in _every() if not languages or block.language in languages]
+
+
+@cache
+def _every() -> list[Block]:
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for match in _FENCE.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
             found.append(Block(str(page.relative_to(ROOT)), line, match[1], match[2]))
-    return [block for block in found if not languages or block.language in languages]
+    return found

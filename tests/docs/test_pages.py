@@ -10,21 +10,17 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import warnings
-from contextlib import redirect_stdout
 from functools import cache
-from io import StringIO
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
-import torch
 from fences import LOOPS, PAGES, ROOT, Block, blocks
 from forking import in_a_fork
+from played import run_command, run_readme, run_script, run_source
 from transcripts import EXIT, commands, shows
 
 import unishard
-from unishard.cli import main
 from unishard.config.sharding import Strategy
 from unishard.testing import run_ranks
 
@@ -69,23 +65,6 @@ def checkpoints_of(tmp_path_factory):
     return made
 
 
-def launched(backend="fsdp"):
-    """What `unishard launch` hands to a script: the first config of README, with another engine."""
-    config = next(block.text for block in blocks("yaml") if block.page == "README.md")
-    Path("train.yaml").write_text(config, encoding="utf-8")
-    os.environ |= {"UNISHARD_CONFIG": "train.yaml", "UNISHARD_OVERRIDES": f'["backend={backend}"]'}
-
-
-def run_source(source, folder):
-    os.chdir(folder)
-    if "unishard.load()" in source:
-        launched()
-    torch.manual_seed(int(os.environ["RANK"]))  # ranks that a launcher starts draw other numbers, forked ones the same
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "the ranks pass different datasets")  # a page whose data have no seed
-        exec(compile(source, "block", "exec"), {"__name__": "__main__"})
-
-
 READ_AGAIN = {block.page for block in blocks("bash", "console") if "runs/" in block.text}
 """Whose commands need what their Python blocks save: all of them run in one folder, once."""
 ON_TWO = {*READ_AGAIN, "docs/data.md", "docs/evaluation.md", "docs/sequence.md", "docs/sharding.md"} - {*FIRST}
@@ -107,17 +86,6 @@ def test_python_runs(block: Block, world, folder, checkpoints_of):
         assert checkpoints_of(block.page).is_dir()
     else:
         run_ranks(world, run_source, block.text, str(folder))
-
-
-def run_readme(source, folder, backend):
-    os.chdir(folder)
-    launched(backend)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    with redirect_stdout(StringIO()) as printed:
-        exec(compile(source, "README.md", "exec"), names)
-    losses = [float(loss) for loss in re.findall(r"^epoch \d: loss (\S+)$", printed.getvalue(), re.MULTILINE)]
-    assert names["engine"].is_main or not losses, "rank 0 prints"
-    return type(names["engine"]._adapter).__module__.partition(".")[0], losses, names["step"].grad_norm
 
 
 @pytest.mark.ranks
@@ -207,15 +175,6 @@ def compare(command, folder):
     return printed_by(command.replace("--processes-per-node 2", "--processes-per-node 1"), folder)
 
 
-def run_script(arguments, folder):
-    os.chdir(folder)
-    sys.argv = arguments
-    source = Path(arguments[0]).read_text(encoding="utf-8")
-    with redirect_stdout(StringIO()) as printed:
-        exec(compile(source, arguments[0], "exec"), {"__name__": "__main__", "__file__": arguments[0]})
-    return printed.getvalue()
-
-
 def run(command, folder):
     """Of unishard alone, in a process that has imported torch, as have the ranks it starts; what a shell must read, in
     a shell."""
@@ -231,24 +190,6 @@ def printed_by(command, folder):
     (folder / "printed").unlink()
     assert code == (int(said[1]) if said else 0), printed
     return printed
-
-
-def run_command(words, folder):
-    os.chdir(folder)
-    programs = Path(sys.executable).parent
-    os.environ |= {"PATH": f"{programs}:{os.environ['PATH']}", "COLUMNS": "140", "NO_COLOR": "1"}
-    with open("printed", "wb") as printed:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(printed.fileno(), stream.fileno())
-    sys.argv = words
-    try:
-        main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    return 0
 
 
 RUNNERS = {

@@ -267,7 +267,7 @@ def _preload() -> list[str]:
     for name in registry.available():
         backend = registry.get(name)
         engines |= {*backend.requires, f"{type(backend).__module__.partition('.')[0]}.build"}
-    testing = {"pytest", "lightning"} & sys.modules.keys()  # which the module of a rank's function then imports too
+    testing = {"pytest", "lightning", "unishard.cli"} & sys.modules.keys()  # as the module of a rank's function will
     return [
         "torch.distributed.fsdp",
         "unishard.engine.prepare",
