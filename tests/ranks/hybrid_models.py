@@ -21,7 +21,7 @@ _SMALL: dict[str, Any] = {
 }
 _ATTENTION = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 _DELTA_RULE = {
-    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
@@ -41,7 +41,8 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "KimiLinearConfig",
         _ATTENTION
         | _EXPERTS
-        | {"num_hidden_layers": 4, "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 8}
+        | {"layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 4, "linear_head_dim": 8}
+        | {"num_key_value_heads": 4}
         | {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
         | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     ),
