@@ -66,5 +66,5 @@ def _held(value: Any, depth: int) -> Iterator[Tensor]:
     for each in values_in(value):
         if isinstance(each, Tensor):
             yield each
-        elif depth and not isinstance(each, _OPAQUE):
-            yield from _held([*getattr(each, "__dict__", {}).values()], depth - 1)
+        elif depth and not isinstance(each, _OPAQUE) and (inside := getattr(each, "__dict__", None)):
+            yield from _held([*inside.values()], depth - 1)
