@@ -56,10 +56,14 @@ IN_TURN = (
 """Cells of which each is measured on one engine, but for one that has no other like it."""
 
 
+ELSEWHERE = ("recurrences_by_heads", "recurrences_by_states", "recurrences_by_states_hybrid")
+"""Features that test_hybrid_sequences.py compares with plain torch on other models, in the same ways."""
+
+
 def _param(backend, cell):
     alike = next((cells for cells in IN_TURN if cell in cells), [cell])
     turn = alike.index(cell)
-    in_turn = len(alike) == 1 or BACKENDS[(turn + turn // 4) % 2] == backend
+    in_turn = cell.feature not in ELSEWHERE and (len(alike) == 1 or BACKENDS[(turn + turn // 4) % 2] == backend)
     marks = [*[pytest.mark.quick] * (cell in QUICK), *[pytest.mark.deep] * (not in_turn)]
     return pytest.param(backend, cell, id=f"{backend}-{cell}", marks=marks)
 

@@ -143,7 +143,7 @@ _DISCARDED = Feature(
     "`engine.discard`",
     loop=_dropping_loop,
     reference=_dropping_reference,
-    steps_in_suite=20,
+    steps_in_suite=17,
 )
 
 FEATURES = (

@@ -164,7 +164,7 @@ FEATURES = (
         models=_WIDE,
         strategies=("shard_optimizer", "full_shard"),
         precisions=("fp16",),
-        steps_in_suite=20,
+        steps_in_suite=14,
         tolerances=BOUNDS,
         only_at_worlds=True,
     ),

@@ -141,7 +141,7 @@ FEATURES = (
         sections=_ADAMW,
         loop=_unfreezing,
         reference=_unfreezing_reference,
-        steps_in_suite=20,
+        steps_in_suite=16,
     ),
     Feature(
         "unfreezing_offload",
@@ -151,7 +151,7 @@ FEATURES = (
         precisions=("bf16",),
         loop=_unfreezing,
         reference=_unfreezing_reference,
-        steps_in_suite=20,
+        steps_in_suite=16,
     ),
     Feature(
         "unused",

@@ -201,7 +201,7 @@ MATRICES = (
         _MUON_ON | {"precision": {"initial_loss_scale": 2.0**21, "loss_scale_growth_interval": 5}},
         strategies=("shard_optimizer", "full_shard"),
         precisions=("fp16",),
-        steps_in_suite=20,
+        steps_in_suite=14,
         tolerances=TOLERANCES | {"fp16": replace(TOLERANCES["fp16"], first_losses=1e-4)},
         only_at_worlds=True,
     ),

@@ -30,7 +30,7 @@ PRECISION = (
         {"precision": {"initial_loss_scale": 2.0**21, "loss_scale_growth_interval": 5}},
         models=MODELS,
         precisions=("fp16",),
-        steps_in_suite=20,
+        steps_in_suite=14,
     ),
     Feature(
         "fp16_static_scale",

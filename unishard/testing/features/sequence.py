@@ -138,7 +138,7 @@ def _with(feature: Feature, suffix: str, about: str, sections: dict[str, Any], *
     )
 
 
-_COMPILED = {"compile": {"mode": "per_block", "backend": "aot_eager"}}
+_COMPILED = {"compile": {"mode": "per_block", "backend": "eager"}}
 FEATURES = (
     _ULYSSES,
     _ALLGATHER,
