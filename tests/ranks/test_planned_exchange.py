@@ -30,7 +30,7 @@ _OF_HEADS = 4
 
 
 def llama(key_heads):
-    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "head_dim": 4}
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 4}
     return transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=key_heads)
 
 
@@ -109,7 +109,7 @@ def test_sizes_of_attention_are_those_that_a_config_has(tmp_path):
     compressed = transformers.DeepseekV3Config(num_hidden_layers=1, first_k_dense_replace=1)
     compressed.save_pretrained(tmp_path / "compressed")
     cfg = unishard.Config()
-    assert tuple(PlannedModel(str(tmp_path / "llama"), cfg).attention) == (3, 4, 2, 4)
+    assert tuple(PlannedModel(str(tmp_path / "llama"), cfg).attention) == (2, 4, 2, 4)
     assert PlannedModel(str(tmp_path / "compressed"), cfg).attention is None
 
 

@@ -53,7 +53,7 @@ def prepared(backend):
     return cfg, unishard.prepare(torch.nn.Linear(4, 1), cfg)
 
 
-@in_ranks(cells=EACH)
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_loop_goes_back_with_the_weights(backend, root):
     found = {}
     for kind, name in (*((kind, "batches") for kind in LOADERS), ("unishard", "windows")):
