@@ -37,6 +37,7 @@ _RANKS = Path(__file__).parent / "ranks"
 _LONGEST = (
     *("ranks/test_conformance.py", "docs/test_pages.py", "ranks/test_faults.py", "integrations/test_on_trainer.py"),
     *("ranks/test_resuming.py", "ranks/test_mistakes.py", "integrations/test_long_sequences.py", "ranks/test_demo.py"),
+    *("ranks/test_hybrid_sequences.py", "ranks/test_tensor_parallel.py", "ranks/test_expert_parallel.py"),
     *("integrations/test_on_lightning.py", "integrations/test_on_trl.py", "integrations/test_on_accelerate.py"),
 )
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import lightning
 import torch
+from forking import completed
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader
@@ -291,6 +291,6 @@ def launched(folder, backend):
     (folder / "script.py").write_text(LAUNCHED.format(backend=backend))
     own = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(own)}
-    return subprocess.run(
+    return completed(
         [sys.executable, "script.py"], cwd=folder, env=environ, capture_output=True, text=True, timeout=300
     )
