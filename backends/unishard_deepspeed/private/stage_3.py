@@ -187,7 +187,7 @@ class Stage3(ZeroOptimizer):
         self.optimizer._partition_all_parameters()
 
 
-def reduce_units_by_parameter(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
+def reduce_units_by_parameter(optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
     """Reduce a leaf module's gradients one by one, as they are computed. Collective.
 
     DeepSpeed uses a full backward hook of the leaf module. torch fires it before the module's gradients exist if no
@@ -208,7 +208,25 @@ def reduce_units_by_parameter(optimizer: Any, parameters: Iterable[nn.Parameter]
     optimizer._leaf_module_hooks.clear()
     for parameter in in_leaves:
         del parameter.ds_z3_leaf_module
-    optimizer.create_reduce_and_remove_grad_hooks()
+    with _sharded(parameters):
+        optimizer.create_reduce_and_remove_grad_hooks()
+
+
+@contextmanager
+def _sharded(parameters: Sequence[Any]) -> Iterator[None]:
+    """A block in which DeepSpeed does not gather each of them and shard it again, as for a hook, which needs no
+    values.
+    """
+    own = [(parameter, parameter.all_gather, parameter.partition) for parameter in parameters]
+    for parameter in parameters:
+        parameter.all_gather = parameter.partition = _nothing
+    yield
+    for parameter, all_gather, partition in own:
+        parameter.all_gather, parameter.partition = all_gather, partition
+
+
+def _nothing() -> None:
+    pass
 
 
 @contextmanager

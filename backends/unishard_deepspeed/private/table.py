@@ -1,7 +1,4 @@
-"""The cases of `PRIVATE_API`: only data.
-
-What differs between DeepSpeed's optimizers is in the `Cases` of each, which its class has.
-"""
+"""The cases of `PRIVATE_API`, only data; those that differ between DeepSpeed's optimizers are the `Cases` of each."""
 
 from __future__ import annotations
 
@@ -221,6 +218,7 @@ OF_STAGE_3 = Cases(
         "full_shard with units",
         _of(
             stage_3="_grad_acc_hooks _leaf_module_hooks create_reduce_and_remove_grad_hooks",
+            init="all_gather partition",
             offload="ds_z3_leaf_module",
         ),
         "https://github.com/deepspeedai/DeepSpeed/issues/5524",
