@@ -1,4 +1,4 @@
-"""Plays every case with what both ranks do together, each sample or each layer of experts, beside plain torch."""
+"""Plays every case with what both ranks do together, samples, layers or experts, beside plain torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import unishard
 from dev.models import CASES
@@ -26,6 +26,7 @@ from dev.models.runs import UPDATES, WORLD, Run, config_of
 from unishard.errors import ModelError
 from unishard.failures.endings import is_lost_connection
 from unishard.parallel.experts.finding import find_experts
+from unishard.parallel.tensor.plan import rules_of
 from unishard.testing.cells import BACKENDS
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "play_joint",
     "runs_with_experts",
     "runs_with_sequence",
+    "runs_with_tensor",
 ]
 
 METHODS = ("ulysses", "allgather")
@@ -82,14 +84,30 @@ def runs_with_sequence(number: int) -> list[JointRun]:
 
 
 def runs_with_experts(number: int) -> list[JointRun]:
-    """A run on each engine, of a case that has experts; the strategies take turns by the case's number."""
+    """A run on each engine, of a case that has experts."""
+    has = _has(number, lambda model: find_experts(model, WORLD), "needs experts")
+    return _on_both(number, "experts", f"parallel.expert={WORLD}", WORLD) if has else []
+
+
+def runs_with_tensor(number: int) -> list[JointRun]:
+    """A run on each engine, of a case that comes with a plan."""
+    has = _has(number, lambda model: rules_of(model, "auto"), "comes without a plan")
+    return _on_both(number, "tensor", f"parallel.tensor={WORLD}", 1) if has else []
+
+
+def _has(number: int, find: Callable[[nn.Module], object], nothing: str) -> bool:
+    """Whether something is found in a case, if only to be refused."""
     try:
-        find_experts([*CASES.values()][number].build(), WORLD)
+        find([*CASES.values()][number].build())
     except ModelError as error:
-        if "needs experts" in str(error):
-            return []
+        return nothing not in str(error)
+    return True
+
+
+def _on_both(number: int, column: str, field: str, readers: int) -> list[JointRun]:
+    """A run on each engine; the strategies take turns by the case's number."""
     return [
-        JointRun(backend, _STRATEGIES[(number + turn) % 2], "experts", backend, f"parallel.expert={WORLD}", WORLD)
+        JointRun(backend, _STRATEGIES[(number + turn) % 2], column, backend, field, readers)
         for turn, backend in enumerate(BACKENDS)
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -72,6 +72,13 @@ With `parallel.expert`, each rank has half of the experts: {updates} updates in 
 `shard_grad_op` on the other, which take turns. Of {models} models with experts, {equal} are within the bounds, and {refused} are refused; the
 column `experts` of the table has the reasons. Equal are:
 """
+_TENSOR = """\
+## Layers over ranks
+
+With `parallel.tensor`, each rank has a part of every layer, by the plan that the model comes with: {updates} updates in fp32 on each engine,
+under the same strategies. Of {models} models with a plan, {equal} are within the bounds; the column `tensor` of the table has the reasons of
+the others. Equal are:
+"""
 
 
 def environment() -> str:
@@ -123,7 +130,8 @@ def page(rows: Sequence[ModelRow], environment: str, summary: str) -> str:
         _names([row for row in rows if row.errors or row.failures]),
         *_sequences(rows),
         _chunked(rows),
-        *_experts([row for row in rows if row.experts]),
+        *_of_some(_EXPERTS, {row: row.experts for row in rows if row.experts}),
+        *_of_some(_TENSOR, {row: row.tensor for row in rows if row.tensor}),
         *_kinds(rows),
     ]
     return "\n\n".join(block.rstrip() for block in blocks) + "\n"
@@ -165,10 +173,14 @@ def _chunked(rows: Sequence[ModelRow]) -> str:
     )
 
 
-def _experts(rows: Sequence[ModelRow]) -> Iterator[str]:
-    equal = [row for row in rows if row.experts == SAME]
-    refused = sum(REFUSED in row.experts for row in rows)
-    yield _EXPERTS.format(updates=UPDATES, models=len(rows), equal=len(equal), refused=refused)
+def _of_some(text: str, outcomes: Mapping[ModelRow, str]) -> Iterator[str]:
+    equal = [row for row, outcome in outcomes.items() if outcome == SAME]
+    yield text.format(
+        updates=UPDATES,
+        models=len(outcomes),
+        equal=len(equal),
+        refused=sum(REFUSED in outcome for outcome in outcomes.values()),
+    )
     yield _names(equal)
 
 

@@ -22,6 +22,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
     "sequence": (", sequence by ", outcome),
     "chunked": ("loss in chunks", outcome_in_chunks),
     "experts": (", experts by ", outcome),
+    "tensor": (", tensor by ", outcome),
 }
 """Those of runs of their own: what the names of these contain, and what came of them."""
 _FIGURES = [f"{precision} {name}" for precision, bounds in BOUNDS.items() for name in bounds]
@@ -52,6 +53,8 @@ class ModelRow(NamedTuple):
     """What came of the run with `training.loss_chunk_tokens`: `models.chunked.compare`."""
     experts: str = ""
     """What came of the runs with `parallel.expert`, as of those with `parallel.sequence`; empty without experts."""
+    tensor: str = ""
+    """Likewise of those with `parallel.tensor`; empty for a model that comes without a plan."""
 
 
 def column_of(record: Record) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from dev.models import CASES
 from dev.models.chunked import play_chunked
-from dev.models.joint import play_joint, runs_with_experts, runs_with_sequence
+from dev.models.joint import play_joint, runs_with_experts, runs_with_sequence, runs_with_tensor
 from dev.models.page import environment, page, shown_on, summary
 from dev.models.playing import play
 from dev.models.rows import COLUMNS, column_of, read, rows_of, write, write_column
@@ -34,7 +34,7 @@ _BESIDE = 2
 """Cases that are played at a time: ranks wait for each other a good part of the time."""
 _TOGETHER = 24
 """Cases that share ranks for a column: a start takes longer than they do."""
-_JOINT = {"sequence": runs_with_sequence, "experts": runs_with_experts}
+_JOINT = {"sequence": runs_with_sequence, "experts": runs_with_experts, "tensor": runs_with_tensor}
 
 
 def played(name: str) -> list[Record]:
