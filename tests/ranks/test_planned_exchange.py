@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import weakref
 from collections import Counter
 from contextlib import nullcontext
@@ -13,20 +14,22 @@ import torch
 import torch.distributed as dist
 from harness import BACKENDS, DEEP, config, in_ranks, my_rank, of_all_ranks
 from hybrid_models import hybrid
+from tensor_models import build
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import unishard
+from unishard.parallel.groups import make_groups
+from unishard.sequence.group import make_group
 from unishard.sequence.tiles import measured
-from unishard.tools.plan.exchange import exchanged_in, traced_in
 from unishard.tools.plan.model import PlannedModel
 
 transformers = pytest.importorskip("transformers", reason="pip install 'unishard[hf]'")
 
 LENGTH, ROWS, WINDOW = 16, 2, 2
 _OF_HEADS = 4
-"""Dimensions of `[batch, heads, positions, dim]`; an all-to-all has one more, for the ranks."""
+"""Dimensions of `[batch, heads, positions, dim]`, at the least."""
 
 
 def llama(key_heads):
@@ -34,31 +37,80 @@ def llama(key_heads):
     return transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=key_heads)
 
 
-def recorded(engine, batches):
-    """Bytes of collectives of heads, by kind and phase, in the second update."""
+def recorded(engine, batches, groups):
+    """Bytes and calls of collectives by kind and phase, in the last update.
+
+    Args:
+        engine: Makes them.
+        batches: Of its updates.
+        groups: Whose they are, and how many dimensions tensors have at the least.
+    """
     found, phase = Counter(), ["forward"]
-    all_to_all, all_gather = dist.all_to_all_single, dist.all_gather
 
-    def exchange(received, sent, **options):
-        if sent.dim() == 1 + _OF_HEADS:
-            found["all_to_all", phase[0]] += sent.nbytes
-        return all_to_all(received, sent, **options)
+    def counted(kind, name, whole):
+        own = getattr(dist, name)
 
-    def gather(everyones, tensor, **options):
-        if tensor.dim() == _OF_HEADS:
-            found["all_gather", phase[0]] += tensor.nbytes * len(everyones)
-        return all_gather(everyones, tensor, **options)
+        def collective(*args, group=None, **options):
+            if phase[0] != "step" and group in groups:
+                tensors = tree_leaves(args[whole])
+                if tensors[0].dim() >= groups[group]:
+                    found[kind, phase[0], "bytes"] += sum(each.nbytes for each in tensors)
+                    found[kind, phase[0], "calls"] += 1
+            return own(*args, group=group, **options)
 
-    with mock.patch.object(dist, "all_to_all_single", exchange), mock.patch.object(dist, "all_gather", gather):
+        return mock.patch.object(dist, name, collective)
+
+    with (
+        counted("all_to_all", "all_to_all_single", 1),
+        counted("all_gather", "all_gather", 0),
+        counted("all_gather", "all_gather_into_tensor", 0),
+        counted("all_reduce", "all_reduce", 0),
+    ):
         for index, batch in enumerate(batches):
-            if index == WINDOW:
+            if index == len(batches) - WINDOW:
                 found.clear()
             phase[0] = "forward"
             loss = engine(**batch).loss
             phase[0] = "backward"
             engine.backward(loss)
+            phase[0] = "step"
             engine.step()
     return dict(found)
+
+
+def planned_for(folder, shape, cfg):
+    """The same of the plan, whose model is run without data."""
+    shape.save_pretrained(folder)
+    part, word = LENGTH // cfg.parallel.sequence.size, cfg.activation_checkpointing
+    found = Counter()
+    for each in PlannedModel(folder, cfg).activations(ROWS, part, word).exchanged_in(WINDOW):
+        found[each.kind, each.phase, "bytes"] += each.nbytes
+        found[each.kind, each.phase, "calls"] += each.calls
+    return dict(found)
+
+
+def recorded_and_planned(model, cfg, folder):
+    """Those of a run on each rank, and the planned ones: a plan takes as long as the run."""
+    shape = copy.deepcopy(model.config)
+    samples = [{"input_ids": [*range(1, 1 + LENGTH)], "labels": [*range(1, 1 + LENGTH)]} for _ in range(64)]
+    loader = unishard.dataloader(samples, cfg, collate_fn=transformers.DefaultDataCollator())
+    with unishard.prepare(model, cfg) as engine:
+        batches = [*engine.batches(loader)][: 4 * WINDOW]  # in the others, `MixedPositions` looks
+        found = of_all_ranks(recorded(engine, batches, groups_of(cfg.parallel)))
+    return found, planned_for(folder, shape, cfg) if my_rank() == 0 else None
+
+
+def groups_of(parallel):
+    """Those of this rank that have something together; beside heads, those with samples agree on small tensors."""
+    tensor, sequence, expert = parallel.tensor.size, parallel.sequence.size, parallel.expert.size
+    found = {make_groups(size).peers: 0 for size in (tensor, expert) if size > 1}
+    return found | ({make_group(sequence, tensor).process_group: _OF_HEADS} if sequence > 1 else {})
+
+
+def configured(backend, parallel, recomputation, precision="fp32"):
+    training = {"micro_batch_size": ROWS, "gradient_accumulation_steps": WINDOW}
+    sections = {"parallel": parallel, "activation_checkpointing": recomputation, "precision": precision}
+    return config(backend, "full_shard", training=training, **sections)
 
 
 CELLS = (
@@ -71,37 +123,17 @@ CELLS = (
 
 @in_ranks(cells=CELLS)
 def test_planned_traffic_of_attention_is_that_of_a_run(backend, method, key_heads, recomputation, root):
-    training = {"micro_batch_size": ROWS, "gradient_accumulation_steps": WINDOW}
-    sections = {"parallel": {"sequence": {"size": 2, "method": method}}, "activation_checkpointing": recomputation}
-    cfg = config(backend, "full_shard", training=training, **sections)
-    folder = f"{root}/{my_rank()}"
-    llama(key_heads).save_pretrained(folder)
-    sizes = PlannedModel(folder, cfg).attention
-    planned = {(each.kind, each.phase): each.nbytes for each in exchanged_in(sizes, cfg, LENGTH // 2)}
-    samples = [{"input_ids": [*range(1, 1 + LENGTH)], "labels": [*range(1, 1 + LENGTH)]} for _ in range(8)]
-    loader = unishard.dataloader(samples, cfg, collate_fn=transformers.DefaultDataCollator())
-    with unishard.prepare(transformers.LlamaForCausalLM(llama(key_heads)), cfg) as engine:
-        found = recorded(engine, engine.batches(loader))
-    assert found == planned
+    cfg = configured(backend, {"sequence": {"size": 2, "method": method}}, recomputation)
+    model = transformers.LlamaForCausalLM(llama(key_heads))
+    found, planned = recorded_and_planned(model, cfg, root)
+    assert planned is None or found == [planned] * 2
 
 
 @in_ranks(cells=((BACKENDS[0], "none", "states"), (BACKENDS[1], "full", "heads")))
 def test_planned_traffic_of_a_hybrid_model_is_that_of_a_run(backend, recomputation, recurrences, root):
-    training = {"micro_batch_size": ROWS, "gradient_accumulation_steps": WINDOW}
-    sections = {"parallel": {"sequence": {"size": 2, "recurrences": recurrences}}}
-    cfg = config(backend, "full_shard", training=training, activation_checkpointing=recomputation, **sections)
-    model = hybrid("Bamba")
-    shape = copy.deepcopy(model.config)
-    samples = [{"input_ids": [*range(1, 1 + LENGTH)], "labels": [*range(1, 1 + LENGTH)]} for _ in range(8)]
-    loader = unishard.dataloader(samples, cfg, collate_fn=transformers.DefaultDataCollator())
-    with unishard.prepare(model, cfg) as engine:
-        found = of_all_ranks(recorded(engine, engine.batches(loader)))
-    if my_rank() == 0:  # a plan takes as long as the run
-        shape.save_pretrained(root)
-        planned = PlannedModel(root, cfg)
-        traced = traced_in(planned.activations(ROWS, LENGTH // 2, recomputation), cfg)
-        assert planned.attention is None
-        assert found == [{(each.kind, each.phase): each.nbytes for each in traced}] * 2
+    cfg = configured(backend, {"sequence": {"size": 2, "recurrences": recurrences}}, recomputation)
+    found, planned = recorded_and_planned(hybrid("Bamba"), cfg, root)
+    assert planned is None or found == [planned] * 2
 
 
 def test_sizes_of_attention_are_those_that_a_config_has(tmp_path):
@@ -111,6 +143,31 @@ def test_sizes_of_attention_are_those_that_a_config_has(tmp_path):
     cfg = unishard.Config()
     assert tuple(PlannedModel(str(tmp_path / "llama"), cfg).attention) == (2, 4, 2, 4)
     assert PlannedModel(str(tmp_path / "compressed"), cfg).attention is None
+
+
+@in_ranks(
+    world=4,
+    cells=(
+        (BACKENDS[0], "llama", "tensor=2", "none"),
+        (BACKENDS[1], "tied", "tensor=4", "full"),
+        (BACKENDS[0], "one key head", "tensor=2 sequence=2", "selective"),
+        (BACKENDS[1], "apertus", "tensor=2", "none"),
+    ),
+)
+def test_planned_traffic_of_layers_over_ranks_is_that_of_a_run(backend, name, parallel, recomputation, root):
+    """To the byte, and by number of calls."""
+    cfg = configured(backend, {key: int(size) for key, size in re.findall(r"(\w+)=(\d)", parallel)}, recomputation)
+    found, planned = recorded_and_planned(build(name), cfg, root)
+    assert planned is None or found == [planned] * 4
+
+
+@in_ranks(world=4, cells=((BACKENDS[0], 2, "full"), (BACKENDS[1], 4, "none")))
+def test_planned_traffic_of_experts_is_that_of_a_run(backend, size, recomputation, root):
+    """Of all ranks together: each sends all its tokens, which of them stay is not known before."""
+    cfg = configured(backend, {"expert": size}, recomputation, "bf16")
+    found, planned = recorded_and_planned(build("mixtral"), cfg, root)
+    if planned is not None:
+        assert sum(map(Counter, found), Counter()) == Counter({key: 4 * size for key, size in planned.items()})
 
 
 class Alive(TorchDispatchMode):

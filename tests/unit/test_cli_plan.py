@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from running import run
 
+from unishard.contract.footprint import Collective
 from unishard.tools.plan.activations import Activations, Segment
 from unishard.tools.plan.model import PlannedModel
 
@@ -175,26 +176,24 @@ def test_a_folder_of_transformers(project: Path) -> None:
     assert found["activations"]["none"] > found["activations"]["selective"] > found["activations"]["full"]
 
 
-def test_traffic_of_attention_between_ranks_that_share_samples(project: Path) -> None:
+@pytest.mark.parametrize(("field", "kind"), [("sequence", "all_to_all"), ("tensor", "all_reduce")])
+def test_traffic_between_ranks_of_a_group(project: Path, field: str, kind: str) -> None:
     model = str(Path(__file__).parents[2] / "examples" / "llama_tiny")
-    ask = (
-        "plan",
-        "cfg.yaml",
-        "--world-size",
-        "4",
-        "--memory",
-        "1GiB",
-        "--no-activations",
-        "--json",
-        "--seq-len",
-        "128",
+    ask = ("plan", "cfg.yaml", "--world-size", "2", "--memory", "1GiB", "--seq-len", "128", "--model", model)
+    size = ("--set", f"parallel.{field}.size=2")
+    alone, shared = (json.loads(run(*ask, "--json", *more).stdout) for more in ((), size))
+    assert alone["exchanged"] == []
+    found = {(each["kind"], each["phase"], each["ranks"]) for each in shared["exchanged"]}
+    assert found >= {(kind, "forward", 2), (kind, "backward", 2)}
+    assert all(each["nbytes"] > each["calls"] > 0 for each in shared["exchanged"])
+    sent = sum(
+        Collective(each["kind"], "activations", "step", each["nbytes"], 2).sent() for each in shared["exchanged"]
     )
-    size = ("--set", "parallel.sequence.size=4")
-    alone, shared = (run(*ask, "--model", model, *more) for more in ((), size))
-    for before, after in zip(*(json.loads(each.stdout)["candidates"] for each in (alone, shared)), strict=True):
-        assert after["wire"]["within"] > before["wire"]["within"]
-    unknown = json.loads(run(*ask, "--model", "factories:build", *size).stdout)
-    assert "what attention sends in parallel.sequence is not counted" in unknown["notes"][0]
+    unsharded = [candidate for candidate in shared["candidates"] if candidate["strategy"] == "no_shard"]
+    assert all(candidate["wire"]["within"] > sent > 0 for candidate in unsharded)
+    assert f" {kind} over 2 ranks in forward, " in " ".join(run(*ask, *size).stdout.split())
+    unknown = json.loads(run(*ask, "--json", "--no-activations", *size).stdout)
+    assert unknown["notes"] == ["activations are left out, and what ranks of a group send each other"]
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft 0.21.2 asks for it

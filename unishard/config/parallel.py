@@ -133,6 +133,11 @@ class Parallel(Section):
     """Weights of single layers, of which each rank has a part."""
 
     @property
+    def on(self) -> bool:
+        """Whether they do anything."""
+        return self.sequence.on or self.expert.on or self.tensor.on
+
+    @property
     def sharing(self) -> int:
         """Neighboring ranks that read the same samples."""
         return self.sequence.size * self.tensor.size

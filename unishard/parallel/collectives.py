@@ -4,78 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from unishard.parallel.groups import Groups
 
-class _Rows(torch.autograd.Function):
+Linear = Callable[[Tensor], Tensor]
+
+
+class _Linear(torch.autograd.Function):
+    """A linear function of a tensor, and the one that the gradient goes through."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, receive: list[int], send: list[int], group: Any) -> Tensor:
-        ctx.arguments = send, receive, group
-        received = rows.new_empty((sum(receive), *rows.shape[1:]))
-        dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _Rows.apply(gradient, *ctx.arguments), None, None, None  # type: ignore[no-untyped-call]
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return values.view_as(values)
+    def forward(ctx: Any, values: Tensor, there: Linear, back: Linear) -> Tensor:
+        ctx.back = back
+        return there(values)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _added(gradient, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        return _added(values, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _joined(values, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _own_part(gradient, ctx.group), None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _own_part(values, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _joined(gradient, ctx.group), None
-
-
-class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient * ctx.factor, None
+        return ctx.back(gradient), None, None
 
 
 class _Reach(torch.autograd.Function):
@@ -89,51 +39,64 @@ class _Reach(torch.autograd.Function):
         return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
-def all_to_all(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def all_to_all(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: Groups) -> Tensor:
     """Send rows to the ranks of a group, and get theirs: `send[n]` to the n-th, `receive[n]` from it. Collective."""
-    return _Rows.apply(rows, list(receive), list(send), group)  # type: ignore[no-untyped-call,no-any-return]
+    return _through(rows, partial(_exchanged, receive, send, group), partial(_exchanged, send, receive, group))
 
 
-def copied(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def copied(values: Tensor, group: Groups) -> Tensor:
     """The same tensor, of which each rank uses a part: its gradient is the sum of theirs. Collective in backward."""
-    return _Copy.apply(values, group)  # type: ignore[no-untyped-call,no-any-return]
+    return _through(values, _same, partial(_added, group))
 
 
-def summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def summed(values: Tensor, group: Groups) -> Tensor:
     """The sum of the ranks' tensors, which all of them use alike. Collective."""
-    return _Sum.apply(values, group)  # type: ignore[no-untyped-call,no-any-return]
+    return _through(values, partial(_added, group), _same)
 
 
-def gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def gathered(values: Tensor, group: Groups) -> Tensor:
     """The ranks' tensors, joined along the last dimension; all of them use it alike. Collective."""
-    return _Join.apply(values, group)  # type: ignore[no-untyped-call,no-any-return]
+    return _through(values, partial(_joined, group), partial(_own_part, group))
 
 
-def split(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def split(values: Tensor, group: Groups) -> Tensor:
     """This rank's part of the last dimension of a tensor that all ranks have. Collective in backward."""
-    return _Split.apply(values, group)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _added(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    values = values.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(values, group=group)
-    return values
-
-
-def _joined(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    size = dist.get_world_size(group)
-    parts = values.new_empty((size * len(values), *values.shape[1:]))
-    dist.all_gather_into_tensor(parts, values.contiguous(), group=group)
-    return parts.view(size, *values.shape).movedim(0, -2).flatten(-2)
-
-
-def _own_part(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return values.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)].contiguous()
+    return _through(values, partial(_own_part, group), partial(_joined, group))
 
 
 def scale_gradient(values: Tensor, factor: float) -> Tensor:
     """The same tensor, with its gradient multiplied."""
-    return values if factor == 1 else _Scale.apply(values, factor)  # type: ignore[no-untyped-call]
+    return values if factor == 1 else _through(values, _same, partial(torch.mul, other=factor))
+
+
+def _through(values: Tensor, there: Linear, back: Linear) -> Tensor:
+    return _Linear.apply(values, there, back)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _same(values: Tensor) -> Tensor:
+    return values.view_as(values)
+
+
+def _exchanged(receive: Sequence[int], send: Sequence[int], group: Groups, rows: Tensor) -> Tensor:
+    received = rows.new_empty((sum(receive), *rows.shape[1:]))
+    group.all_to_all(received, rows.contiguous(), [*receive], [*send])
+    return received
+
+
+def _added(group: Groups, values: Tensor) -> Tensor:
+    values = values.clone(memory_format=torch.contiguous_format)
+    group.all_reduce(values)
+    return values
+
+
+def _joined(group: Groups, values: Tensor) -> Tensor:
+    parts = values.new_empty((group.size * len(values), *values.shape[1:]))
+    group.all_gather(parts, values.contiguous())
+    return parts.view(group.size, *values.shape).movedim(0, -2).flatten(-2)
+
+
+def _own_part(group: Groups, values: Tensor) -> Tensor:
+    return values.chunk(group.size, -1)[group.number].contiguous()
 
 
 def reach(values: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor
 
 from unishard.distributed.process_group import own_group
 from unishard.distributed.slices import Slice
 
 
-class Groups(NamedTuple):
-    """Those of this rank."""
+@dataclass(frozen=True)
+class Groups:
+    """Those of this rank, whose collectives are those of its peers."""
 
     size: int
     number: int
@@ -27,6 +29,20 @@ class Groups(NamedTuple):
         """Which part of a parameter this rank has, that is cut along a dimension."""
         return Slice(self.number, self.size, self.holders, self.peers, dim, packed, self.copy)
 
+    def all_reduce(self, values: Tensor) -> None:
+        """Add those of all peers to these. Collective."""
+        dist.all_reduce(values, group=self.peers)
+
+    def all_gather(self, everyones: Tensor, values: Tensor) -> None:
+        """Fill in those of all peers, behind each other. Collective."""
+        dist.all_gather_into_tensor(everyones, values, group=self.peers)
+
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, receive: list[int] | None = None, send: list[int] | None = None
+    ) -> None:
+        """Send so many rows to each peer, and get theirs; as many to each where none are given. Collective."""
+        dist.all_to_all_single(received, sent, receive, send, group=self.peers)
+
 
 def make_groups(size: int, shared: int | None = None) -> Groups:
     """The groups of this rank. Collective.
@@ -41,8 +57,3 @@ def make_groups(size: int, shared: int | None = None) -> Groups:
     holders = own_group(ranks[number::size] for ranks in copies for number in range(size))
     copy = own_group(copies) if len(copies) > 1 else None
     return Groups(size, dist.get_rank() % size, peers, holders, copy)
-
-
-def planned_groups(size: int) -> Groups:
-    """Those of a plan, which sends nothing."""
-    return Groups(size, 0, None, None)

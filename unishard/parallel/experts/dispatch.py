@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from unishard.errors import ModelError
@@ -60,34 +59,31 @@ class Dispatch:
             chosen: The numbers of their experts, `[tokens, each]`; others than those of the experts stand for none.
             weights: Of these, `[tokens, each]`.
         """
-        peers = self.groups.peers
-        results = self._planned(tokens, chosen) if peers is None else self._exchanged(tokens, chosen, peers)
+        results = self._exchanged(tokens, chosen)
         return (results.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
-    def _planned(self, tokens: Tensor, chosen: Tensor) -> Tensor:
-        """In a plan, every rank gets as many tokens as it sends."""
-        rows = tokens.repeat_interleave(chosen.shape[-1], 0)
-        numbers = torch.arange(len(rows), device=rows.device) % self.local
-        return self._own(rows, numbers[:, None], torch.ones_like(rows[:, :1]))
-
-    def _exchanged(self, tokens: Tensor, chosen: Tensor, peers: dist.ProcessGroup) -> Tensor:
+    def _exchanged(self, tokens: Tensor, chosen: Tensor) -> Tensor:
         """What its experts make of each token, `[tokens x each, width]`."""
-        if not self._proved and len(tokens):
+        groups, flat = self.groups, chosen.reshape(-1)
+        size = groups.size
+        if groups.peers is not None and not self._proved and len(tokens):
             self._prove(tokens[:_FEW].detach())
-        size, flat = self.groups.size, chosen.reshape(-1)
         total = size * self.local
         known = torch.where((flat >= 0) & (flat < total), flat, total)
         order = torch.argsort(known, stable=True)
         counts = known.new_zeros(total + 1).scatter_add_(0, known, torch.ones_like(known))  # `bincount` waits on CUDA
         send = counts[:total].view(size, self.local)
         receive = torch.empty_like(send)
-        dist.all_to_all_single(receive, send, group=peers)
-        sent, received = torch.stack([send.sum(1), receive.sum(1)]).tolist()  # the only wait
+        groups.all_to_all(receive, send)
+        if groups.peers is None:  # in a plan, all get as many
+            sent = received = [len(each) for each in flat.tensor_split(size)]
+        else:
+            sent, received = torch.stack([send.sum(1), receive.sum(1)]).tolist()  # the only wait
         order = order[: sum(sent)]
-        inputs = all_to_all(tokens[order // chosen.shape[-1]], received, sent, peers)
+        inputs = all_to_all(tokens[order // chosen.shape[-1]], received, sent, groups)
         numbers = torch.arange(self.local, device=tokens.device).repeat(size)
         numbers = numbers.repeat_interleave(receive.reshape(-1), output_size=sum(received))
-        outputs = all_to_all(self._computed(inputs, numbers[:, None]), sent, received, peers)
+        outputs = all_to_all(self._computed(inputs, numbers[:, None]), sent, received, groups)
         return outputs.new_zeros((len(flat), outputs.shape[-1])).index_copy(0, order, outputs)
 
     def _computed(self, inputs: Tensor, numbers: Tensor) -> Tensor:

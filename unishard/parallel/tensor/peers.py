@@ -15,38 +15,34 @@ _KEPT = 2
 
 
 class Peers:
-    """Collectives of a group; in a plan, they send nothing."""
+    """Collectives of a group."""
 
     def __init__(self, groups: Groups) -> None:
-        self.groups, self._peers = groups, groups.peers
+        self._groups = groups
         # Not on the tensors themselves: a copy holds what it was made of, in C++, where no collector looks.
         self._copies = deque[tuple[Tensor, int, Tensor]](maxlen=_KEPT)
 
     def copy(self, values: Tensor) -> Tensor:
         """What all ranks have, for modules that use a part of it: one for all of them, with one sum in backward."""
-        if self._peers is None or not (values.requires_grad and torch.is_grad_enabled()):
+        if not (values.requires_grad and torch.is_grad_enabled()):
             return values
         if torch.compiler.is_compiling():  # what is remembered is not traced
-            return copied(values, self._peers)
+            return copied(values, self._groups)
         for source, version, copy in self._copies:
             if source is values and version == values._version:  # not changed in place since
                 return copy
-        copy = copied(values, self._peers)
+        copy = copied(values, self._groups)
         self._copies.append((values, values._version, copy))
         return copy
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of what the ranks have."""
-        return values if self._peers is None else summed(values, self._peers)
+        return summed(values, self._groups)
 
     def gather(self, values: Tensor) -> Tensor:
         """The last dimension of which each rank has a part."""
-        if self._peers is None:
-            return torch.cat([values] * self.groups.size, -1)
-        return gathered(values, self._peers)
+        return gathered(values, self._groups)
 
     def split(self, values: Tensor) -> Tensor:
         """This rank's part of the last dimension of what all ranks have."""
-        if self._peers is None:
-            return values.chunk(self.groups.size, -1)[self.groups.number]
-        return split(values, self._peers)
+        return split(values, self._groups)

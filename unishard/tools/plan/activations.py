@@ -6,9 +6,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self
 
+from unishard.contract.footprint import Collective
+
 Phase = Literal["forward", "backward"]
-Kind = Literal["all_to_all", "all_gather"]
+Kind = Literal["all_to_all", "all_gather", "all_reduce"]
 """Of a collective."""
+
+
+class Exchanged(NamedTuple):
+    """Collectives of one kind inside a forward or a backward."""
+
+    kind: Kind
+    phase: Phase
+    ranks: int
+    """Of the group."""
+    stride: int
+    """Distance of neighbors in it."""
+    nbytes: int
+    """Of their full tensors on one rank."""
+    calls: int
+
+    @property
+    def collective(self) -> Collective:
+        """All of them, as of one optimizer step."""
+        return Collective(self.kind, "activations", self.phase, self.nbytes, self.ranks, self.stride)
 
 
 class Segment(NamedTuple):
@@ -36,13 +57,20 @@ class Activations:
     segments: tuple[Segment, ...]
     on_host: int = 0
     """The most bytes that lie in host memory at once."""
-    exchanged: tuple[tuple[Kind, Phase, int], ...] = ()
-    """What ranks that share samples send each other: bytes of the full tensors on one rank, by kind and phase."""
+    exchanged: tuple[Exchanged, ...] = ()
+    """What ranks that have samples, layers or experts together send each other."""
 
     @property
     def peak(self) -> int:
         """The most bytes alive at once."""
         return max((segment.nbytes for segment in self.segments), default=0)
+
+    def exchanged_in(self, micro_batches: int) -> tuple[Exchanged, ...]:
+        """What several of them exchange."""
+        return tuple(
+            each._replace(nbytes=each.nbytes * micro_batches, calls=each.calls * micro_batches)
+            for each in self.exchanged
+        )
 
     def offloaded(self) -> Self:
         """The same with `offload.activations: cpu`: what the unit that computes keeps is on the device, and what its

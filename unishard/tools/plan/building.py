@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +22,10 @@ from unishard.engine.model.quantization.requirements import require_installed
 from unishard.engine.model.shape import shape_of
 from unishard.engine.model.units import units_of
 from unishard.errors import ModelError
-from unishard.parallel.groups import planned_groups
 from unishard.parallel.sliced_model import SlicedModel
 from unishard.tools.plan.activations import Activations
-from unishard.tools.plan.exchange import AttentionSizes
+from unishard.tools.plan.counting import Noted, counting_groups
 from unishard.tools.plan.refusals import refusal
-from unishard.tools.plan.shared_samples import is_hybrid
 from unishard.tools.plan.tracing import trace
 from unishard.tools.plan.without_data import without_data
 
@@ -67,11 +66,15 @@ class BuiltModel:
         """
         return self._from_factory() if self._folder is None else self._from_folder(self._folder)
 
-    def _changed(self, cfg: Config) -> ModelWithBatch:
+    def _changed(self, cfg: Config, noted: list[Noted]) -> ModelWithBatch:
         """The model as it is before it is sharded: quantized, and the part that a rank has of it.
 
         A quantized one of a folder has no adapters. It is then frozen, and gradients reach its inputs, as they reach
         adapters in each of its layers.
+
+        Args:
+            cfg: The config.
+            noted: Gets what the model exchanges with other ranks.
         """
         built = self.build()
         model: Any = built.model
@@ -81,7 +84,7 @@ class BuiltModel:
         if cfg.quantization.on and self._folder is not None:
             model.requires_grad_(False)
             model.enable_input_require_grads()
-        SlicedModel(model, cfg.parallel, planned_groups)
+        SlicedModel(model, cfg.parallel, partial(counting_groups, noted))
         return built
 
     def shape(self, cfg: Config) -> ModelShape:
@@ -92,27 +95,8 @@ class BuiltModel:
             ModelError: A class in the section `sharding` is not in it.
         """
         with without_data():
-            model = self._changed(cfg).model
+            model = self._changed(cfg, []).model
         return shape_of(model, cfg.sharding)
-
-    def attention(self) -> AttentionSizes | None:
-        """The sizes of attention that the model's config has; None if it has none, compresses keys and values, or has
-        layers of another kind.
-
-        Raises:
-            ConfigError: It cannot be built.
-        """
-        with without_data():
-            model = self.build().model
-        if is_hybrid(model):
-            return None
-        config: Any = getattr(model, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        layers, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
-        if not (isinstance(layers, int) and isinstance(heads, int)) or getattr(config, "kv_lora_rank", None):
-            return None
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return AttentionSizes(layers, heads, getattr(config, "num_key_value_heads", None) or heads, dim)
 
     def engine(self, cfg: Config, backend: str, topology: Topology) -> EngineSpec:
         """What an engine is built from.
@@ -122,7 +106,7 @@ class BuiltModel:
             ModelError: A class in the section `sharding` is not in it.
         """
         with without_data():
-            model = self._changed(cfg).model
+            model = self._changed(cfg, []).model
         translation = translate(cfg, backend=backend, topology=topology).check(strict=cfg.strict)
         shape, units = shape_of(model, cfg.sharding), units_of(model, cfg.sharding)
         return registry.get(backend).spec(cfg, translation, topology, shape, units)
@@ -134,15 +118,18 @@ class BuiltModel:
             ConfigError: The model cannot be built.
             ModelError: Its inputs are not known, or it reads data.
         """
+        noted: list[Noted] = []
         with without_data() as fake:
-            model, batch, loss = self._changed(cfg)
+            model, batch, loss = self._changed(cfg, noted)
         if batch is None:
             raise ModelError(
                 f"--model {self._name}: its inputs are not known; let the factory return (model, batch), where "
                 "batch(micro_batch_size, seq_len) returns the keyword arguments of forward, or give --no-activations"
             )
         try:
-            return trace(model, cfg, batch, loss, micro_batch_size=micro_batch_size, seq_len=seq_len, fake=fake)
+            return trace(
+                model, cfg, batch, loss, micro_batch_size=micro_batch_size, seq_len=seq_len, fake=fake, noted=noted
+            )
         except ModelError:
             raise
         except Exception as error:  # whatever the model's own code raises

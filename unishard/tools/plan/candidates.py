@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -69,11 +69,11 @@ class Candidate:
     approximate: tuple[str, ...] = ()
     """Fields that the engine only approximates."""
 
-    def sending(self, more: tuple[Collective, ...]) -> Candidate:
+    def sending(self, more: Iterable[Collective]) -> Candidate:
         """It with more traffic."""
         if self.footprint is None:
             return self
-        return replace(self, footprint=replace(self.footprint, traffic=self.footprint.traffic + more))
+        return replace(self, footprint=replace(self.footprint, traffic=(*self.footprint.traffic, *more)))
 
     @property
     def reserved(self) -> tuple[int, int]:

@@ -24,14 +24,13 @@ from unishard.config.nested import Native
 from unishard.config.topology import Topology
 from unishard.contract.model_shape import ModelShape
 from unishard.tools.plan.activations import Activations
-from unishard.tools.plan.exchange import AttentionSizes
 from unishard.tools.plan.refusals import refusal
 from unishard.version import __version__
 
 # Shapes and activations of models that were planned before, in files of the user's cache directory. Imports no torch.
 # A file has two lines: the SHA-256 of the second, and JSON.
 
-_VERSION = 11
+_VERSION = 12
 """Raised when what is computed, or its file, changes."""
 _LARGEST_ENTRY = 2**28
 """Bytes of a file; the shape of a model of 100,000 parameters has 10 MB."""
@@ -148,17 +147,6 @@ class PlannedModel:
         from unishard.tools.plan.building import BuiltModel
 
         return BuiltModel(self.name, self._folder).engine(self.cfg, backend, topology).native
-
-    @property
-    def attention(self) -> AttentionSizes | None:
-        """The sizes of attention that the config of a model of transformers has; None if they are not known.
-
-        Raises:
-            ConfigError: The model cannot be built.
-        """
-        from unishard.tools.plan.building import BuiltModel
-
-        return BuiltModel(self.name, self._folder).attention()
 
     def activations(self, micro_batch_size: int, seq_len: int, recomputation: str | list[str]) -> Activations:
         """The activations of a micro-batch.

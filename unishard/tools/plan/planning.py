@@ -15,10 +15,9 @@ from unishard.contract.footprint import Bytes
 from unishard.contract.model_shape import ModelShape
 from unishard.errors import ModelError
 from unishard.tools.plan import questions
-from unishard.tools.plan.activations import Activations
+from unishard.tools.plan.activations import Activations, Exchanged
 from unishard.tools.plan.candidates import Candidate, candidates_of, wire_of
 from unishard.tools.plan.devices import Device
-from unishard.tools.plan.exchange import AttentionSizes, exchanged_in, traced_in
 
 
 class Model(Protocol):
@@ -32,11 +31,6 @@ class Model(Protocol):
     @property
     def shape(self) -> ModelShape:
         """Its shape."""
-        ...
-
-    @property
-    def attention(self) -> AttentionSizes | None:
-        """The sizes of its attention; None if they are not known."""
         ...
 
     def activations(self, micro_batch_size: int, seq_len: int, recomputation: str | list[str]) -> Activations:
@@ -76,6 +70,12 @@ class Plan:
     answers: Answers | None = None
 
     @property
+    def exchanged(self) -> tuple[Exchanged, ...]:
+        """What ranks that have samples, layers or experts together send each other in a step."""
+        own = next(iter(self.activations.values()), None)
+        return own.exchanged_in(self.cfg.training.gradient_accumulation_steps) if own else ()
+
+    @property
     def own(self) -> Candidate:
         """The candidate that the config names."""
         wanted = (self.cfg.backend, self.cfg.sharding.strategy)
@@ -98,6 +98,7 @@ class Plan:
             "seq_len": self.seq_len,
             "activations": {word: activations.peak for word, activations in self.activations.items()} or None,
             "activations_on_host": max((each.on_host for each in self.activations.values()), default=0),
+            "exchanged": [each._asdict() for each in self.exchanged],
             "candidates": [self._candidate(candidate) for candidate in self.candidates],
             "recommendation": self.recommendation
             and {"changes": list(self.recommendation.changes), "reason": self.recommendation.reason},
@@ -173,20 +174,13 @@ def make_plan(
                 except ModelError:
                     note = f"activation_checkpointing {word} is left out: the model has no repeated blocks"
     else:
-        note = "activations are left out"
-    sizes = model.attention if sharing > 1 else None
-    if sharing > 1 and sizes is None and not traced:
-        unknown = "what attention sends in parallel.sequence is not counted: the model's config has no sizes of it"
-        note = f"{note}; {unknown}" if note else unknown
+        together = ", and what ranks of a group send each other" if cfg.parallel.on else ""
+        note = f"activations are left out{together}"
 
     def planned(word: str) -> list[Candidate]:
         found = candidates_of(cfg, shape, topology, traced.get(word))
-        if sharing == 1:
-            return found
-        recomputing = cfg if word == own_word else cfg.override(f"activation_checkpointing={word}")
-        if sizes is not None:
-            return [candidate.sending(exchanged_in(sizes, recomputing, part)) for candidate in found]
-        return [candidate.sending(traced_in(traced[word], cfg)) for candidate in found] if word in traced else found
+        sent = traced[word].exchanged_in(cfg.training.gradient_accumulation_steps) if word in traced else ()
+        return [candidate.sending(each.collective for each in sent) for candidate in found]
 
     candidates = planned(own_word)
     plan = Plan(model.name, shape, cfg, topology, device, seq_len, candidates, traced, note)

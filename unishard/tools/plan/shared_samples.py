@@ -2,73 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import nn
 
-from unishard.config import SequenceParallel
+from unishard.config import Parallel
 from unishard.sequence import context
 from unishard.sequence.context import SplitBatch
-from unishard.sequence.group import SequenceGroup
-from unishard.sequence.hybrid_functions import mixes_by_functions
 from unishard.sequence.layout import PositionLayout
 from unishard.sequence.method import sequence_of
 from unishard.sequence.tiles import measured
 from unishard.sequence.transformers_models import is_transformers, use_split_attention
-from unishard.tools.plan.activations import Kind
-
-Exchange = tuple[Kind, int]
-"""A collective, and the bytes of its full tensors on one rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class _CountingGroup(SequenceGroup):
-    """Of which there are no other ranks; notes what it would exchange."""
-
-    exchanged: list[Exchange] = field(default_factory=list)
-
-    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        self.exchanged.append(("all_to_all", sent.nbytes))
-
-    def all_gather(self, everyones: Sequence[Tensor], tensor: Tensor) -> None:
-        self.exchanged.append(("all_gather", tensor.nbytes * len(everyones)))
-
-
-def is_hybrid(model: nn.Module) -> bool:
-    """Whether some layers of a model mix positions outside of attention."""
-    return any(map(mixes_by_functions, model.modules()))
+from unishard.tools.plan.counting import CountingSequenceGroup, Noted
 
 
 @contextmanager
-def sharing_samples(
-    model: nn.Module, section: SequenceParallel, rows: int, part: int
-) -> Iterator[tuple[int, Sequence[Exchange]]]:
+def sharing_samples(model: nn.Module, parallel: Parallel, rows: int, part: int, noted: list[Noted]) -> Iterator[int]:
     """A block in which a model exchanges tensors with a group of which there are no other ranks.
 
     Args:
         model: Without data.
-        section: Nothing changes where it is off.
+        parallel: Nothing changes where `sequence` is off.
         rows: Samples of a micro-batch.
         part: Positions that a rank has of each, at the least.
+        noted: Gets what is exchanged.
 
     Yields:
-        The positions that it has, with padding, and what was exchanged until then.
+        The positions that it has, with padding.
 
     Raises:
         ModelError: The model computes attention by its own code.
     """
-    if not section.on:
-        yield part, ()
+    if not parallel.sequence.on:
+        yield part
         return
-    section = sequence_of(model, section)
+    section = sequence_of(model, parallel.sequence)
     size = section.size
     layout = PositionLayout(size, balanced=section.method == "allgather")
     runs = layout.multiple // size
     part = -(-part // runs) * runs
     split = SplitBatch(
-        group=(group := _CountingGroup(None, None, size, size - 1)),
+        group=CountingSequenceGroup(None, None, size, size - 1, parallel.tensor.size, noted),
         layout=layout,
         method=section.method,
         length=part * size,
@@ -82,7 +57,7 @@ def sharing_samples(
     context.current = split
     try:
         with measured():
-            yield part, group.exchanged
+            yield part
     finally:
         context.current = None
         if restore is not None:

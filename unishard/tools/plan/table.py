@@ -111,6 +111,12 @@ def _activations(plan: Plan) -> Iterator[str]:
                 f"offload.activations: those of about two units are on the device, {with_unit(own.on_host)} on the host"
             )
             yield from wrap(said, _WIDTH)
+    if plan.exchanged:
+        sent = "; ".join(
+            f"{each.calls} {each.kind} over {each.ranks} ranks in {each.phase}, {with_unit(each.nbytes)}"
+            for each in plan.exchanged
+        )
+        yield from wrap(f"what ranks of a group exchange in a step, with the tensors on a rank: {sent}", _WIDTH)
     if plan.note:
         yield from wrap(f"note: {plan.note}", _WIDTH)
 

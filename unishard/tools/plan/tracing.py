@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,9 +18,10 @@ from unishard.contract.kit.input_casts import cast_inputs
 from unishard.engine.model import activation_checkpointing
 from unishard.engine.model.shape import shape_of
 from unishard.logits.forward import ChunkedForward
-from unishard.tools.plan.activations import Activations, Kind, Phase, Segment
+from unishard.tools.plan.activations import Activations, Exchanged, Kind, Phase, Segment
 from unishard.tools.plan.causal_masks import of_single_documents
-from unishard.tools.plan.shared_samples import Exchange, sharing_samples
+from unishard.tools.plan.counting import Noted
+from unishard.tools.plan.shared_samples import sharing_samples
 
 Place = tuple[str, str, int]
 
@@ -97,6 +97,7 @@ def trace(
     micro_batch_size: int,
     seq_len: int,
     fake: Any,
+    noted: list[Noted],
 ) -> Activations:
     """Run a forward and a backward in `precision.compute` with the recomputation of a config. Changes the model.
 
@@ -108,6 +109,7 @@ def trace(
         micro_batch_size: Samples.
         seq_len: Tokens of each; of a rank's part of it, where `parallel.sequence` is on.
         fake: The `FakeTensorMode`.
+        noted: Gets what the model exchanges with ranks that have layers or experts together.
 
     Raises:
         ModelError: As `prepare` does for `activation_checkpointing`, `training.loss_chunk_tokens` and
@@ -120,8 +122,8 @@ def trace(
     if cfg.training.loss_chunk_tokens is not None:
         ChunkedForward(model, cfg.training.loss_chunk_tokens)
     kept_fp32.mark_kept(model, kept_fp32.find_kept(model, cfg.precision, train=False).names)
-    sharing = sharing_samples(model, cfg.parallel.sequence, micro_batch_size, seq_len)
-    with fake, of_single_documents(), sharing as (part, exchanged):
+    sharing = sharing_samples(model, cfg.parallel, micro_batch_size, seq_len, noted)
+    with fake, of_single_documents(), sharing as part:
         cast_to_compute(model.parameters(), cfg.precision)
         for parameter in trainable:
             parameter.requires_grad_(True)
@@ -136,21 +138,22 @@ def trace(
             mean = loss(out)
             del out  # as in `loss = engine(**batch).loss`
             live.enter(("backward", "", -1))
-            in_forward = len(exchanged)
+            in_forward = len(noted)
             mean.backward()  # type: ignore[no-untyped-call]
     word = cfg.activation_checkpointing
     segments = _joined(list(live.segments()))
     recomputation = word if isinstance(word, str) else ", ".join(word)
-    sent = _added_up(exchanged, in_forward)
+    sent = (*_added_up(noted[:in_forward], "forward"), *_added_up(noted[in_forward:], "backward"))
     return Activations(micro_batch_size, seq_len, recomputation, segments, exchanged=sent)
 
 
-def _added_up(exchanged: Sequence[Exchange], in_forward: int) -> tuple[tuple[Kind, Phase, int], ...]:
-    """The bytes of each kind in each phase, of which the forward made the first ones."""
-    sent = Counter[tuple[Kind, Phase]]()
-    for number, (kind, nbytes) in enumerate(exchanged):
-        sent[kind, "forward" if number < in_forward else "backward"] += nbytes
-    return tuple((*key, nbytes) for key, nbytes in sent.items())
+def _added_up(noted: Sequence[Noted], phase: Phase) -> Iterator[Exchanged]:
+    """Those of a phase by kind and group."""
+    alike: dict[tuple[Kind, int, int], list[int]] = {}
+    for kind, ranks, stride, nbytes in noted:
+        alike.setdefault((kind, ranks, stride), []).append(nbytes)
+    for (kind, ranks, stride), sizes in alike.items():
+        yield Exchanged(kind, phase, ranks, stride, sum(sizes), len(sizes))
 
 
 def _joined(segments: list[Segment]) -> tuple[Segment, ...]:
