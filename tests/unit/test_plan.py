@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,28 @@ def activations(shape: ModelShape, micro_batch_size: int = 1, seq_len: int = 409
 
 def config(**sections: object) -> Config:
     return Config.model_validate({"precision": "bf16"} | sections)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+def test_slices_travel_among_the_ranks_that_have_the_same(backend: str, strategy: str) -> None:
+    """Those of the layers over 4 of 8 ranks, every second one, the rest over all."""
+    shape = llama(layers=2)
+    cut = replace(shape, parameters=tuple(replace(each, slices=1 + (each.unit > 0)) for each in shape.parameters))
+    cfg, topology = config(sharding=strategy, parallel={"tensor": 2}), Topology(8, 8)
+    (found,) = candidates_of(cfg, cut, topology, backends=[backend], strategies=[strategy])
+    assert found.footprint is not None
+    groups = {(each.ranks, each.stride) for each in found.footprint.traffic}
+    assert groups == {(8, 1), (4, 2)}
+    whole = [each for each in shape.parameters if each.unit <= 0]
+    layers = [each for each in shape.parameters if each.unit > 0]
+    for parameters, ranks in ((whole, 8), (layers, 4)):
+        alone = replace(shape, parameters=tuple(parameters))
+        plain = config(sharding=strategy)
+        (expected,) = candidates_of(plain, alone, Topology(ranks, ranks), backends=[backend], strategies=[strategy])
+        assert expected.footprint is not None
+        sent = [each.sent() for each in found.footprint.traffic if each.ranks == ranks]
+        assert sent == [each.sent() for each in expected.footprint.traffic]
 
 
 def test_bytes_on_the_wire_are_those_of_rings() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Self
 
-from unishard.config import Config, Offload
-from unishard.contract.model_shape import ITEMSIZE, ParameterShape
+from unishard.config import Config, Offload, Parallel
+from unishard.config.topology import Topology
+from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape
 from unishard.distributed.layout import Layout
 
 Phase = Literal["forward", "backward", "step"]
@@ -175,6 +176,7 @@ class Footprint:
         )
 
 
+FootprintOf = Callable[[ModelShape, Config, Topology], Footprint]
 _FROM_SIZE, _BLOCK = 4096, 256
 """Elements from which on a parameter has moments of 8 bits, and those of a block with a scale (bitsandbytes 0.50)."""
 
@@ -254,3 +256,42 @@ def optimizer_tensors(name: str, *, amsgrad: bool = False, momentum: float = 0.0
             return 1, 0
         case _:
             return (1 if momentum else 0), 0
+
+
+def with_slices(footprint_of: FootprintOf, shape: ModelShape, cfg: Config, topology: Topology) -> Footprint:
+    """What one rank holds and sends, where it has slices of some parameters: they travel among those with the same.
+
+    Args:
+        footprint_of: A backend's, whose traffic takes all parameters for full ones.
+        shape: The model.
+        cfg: What to run.
+        topology: The ranks, and which of them this is.
+
+    Raises:
+        ConfigError: As `footprint_of`.
+    """
+    footprint = footprint_of(shape, cfg, topology)
+    sizes = sorted({each.slices for each in shape.parameters})
+    if sizes == [1]:
+        return footprint
+    traffic = []
+    for slices in sizes:
+        holders = replace(
+            topology,
+            world_size=topology.world_size // slices,
+            local_world_size=max(1, topology.local_world_size // slices),
+            rank=topology.rank // slices,
+            local_rank=0,
+        )
+        own = tuple(replace(each, slices=1) for each in shape.parameters if each.slices == slices)
+        alone = footprint_of(replace(shape, parameters=own), _without_parts(cfg, slices), holders)
+        traffic += [each._replace(stride=each.stride * slices) for each in alone.traffic]
+    return replace(footprint, traffic=tuple(traffic))
+
+
+def _without_parts(cfg: Config, slices: int) -> Config:
+    """A config of as many ranks fewer, each with all of the model; groups of ranks that share one copy shrink, too."""
+    group = cfg.sharding.group_size
+    sharding = cfg.sharding.model_copy(update={"group_size": group and group // slices})
+    training = cfg.training.model_copy(update={"global_batch_size": None})
+    return cfg.model_copy(update={"parallel": Parallel(), "sharding": sharding, "training": training})

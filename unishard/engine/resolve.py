@@ -16,6 +16,7 @@ from unishard.config.shard_groups import shard_group_size
 from unishard.config.topology import Topology
 from unishard.contract import registry, tested_versions
 from unishard.contract.backend import Backend, OptimizerFactory
+from unishard.contract.footprint import with_slices
 from unishard.contract.kit import empty_parameters, input_casts, kept_fp32, replicated
 from unishard.contract.kit.parameter_groups import matrices_of
 from unishard.contract.model_shape import ModelShape
@@ -212,7 +213,9 @@ def observe_spec(cfg: Config, text: ConfigText) -> ObserveSpec:
 
 def _memory(backend: Backend, shape: ModelShape, cfg: Config, topology: Topology) -> MemorySpec:
     return MemorySpec(
-        footprint=lambda *changes: backend.footprint(shape, cfg.override(*changes) if changes else cfg, topology),
+        footprint=lambda *changes: with_slices(
+            backend.footprint, shape, cfg.override(*changes) if changes else cfg, topology
+        ),
         of_activations=dict(_saving_activations(cfg)),
         of_state=list(_saving_state(cfg)),
     )

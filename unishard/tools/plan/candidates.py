@@ -12,7 +12,7 @@ from unishard.config.section import needs_of
 from unishard.config.sharding import GATHERING
 from unishard.config.topology import Topology
 from unishard.contract import registry
-from unishard.contract.footprint import Collective, Footprint
+from unishard.contract.footprint import Collective, Footprint, with_slices
 from unishard.contract.model_shape import ModelShape
 from unishard.contract.rules import Fit
 from unishard.contract.translate import translate
@@ -140,7 +140,7 @@ def candidate_of(
     try:
         chosen = with_strategy(cfg, backend, strategy)
         translation = translate(chosen, topology=topology).check(strict=chosen.strict)
-        footprint = registry.get(backend).footprint(shape, chosen, topology)
+        footprint = with_slices(registry.get(backend).footprint, shape, chosen, topology)
     except (ConfigError, BackendError) as error:
         text = error.problems[0] if isinstance(error, ConfigError) and error.problems else error
         return Candidate(backend, strategy, None, None, None, 0, refusal=str(text))
