@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,16 +72,17 @@ def save(
     keep_last: int | None = None,
     written: str = "",
     run: str = "",
+    names: Sequence[str] = ("one", "two"),
     **facts: Any,
 ) -> Path:
-    """Save as rank 0 does, with two small files in place of the tensors; as earlier versions did, where no run is
+    """Save as rank 0 does, with small files in place of the tensors; as earlier versions did, where no run is
     named."""
     directory.clean(root)
     beside = run if any(found.name == finding.name_of(step) for found in finding.checkpoints(root)) else ""
     folder = directory.begin(root, step, beside)
-    for name in ("one", "two"):
+    for name in names:
         (folder / name).write_bytes(content)
-    files = {name: FileFacts(bytes=len(content), crc32=f"{zlib.crc32(content):08x}") for name in ("one", "two")}
+    files = {name: FileFacts(bytes=len(content), crc32=f"{zlib.crc32(content):08x}") for name in names}
     said = facts | ({"run": run, "commit": finding.next_commit(root)} if run else {})
     manifest = Manifest(
         written=written or stamp(step),

@@ -53,6 +53,6 @@ def test_every_engine_saves_alike(backend: str) -> None:
     lines = [
         line for line in registry.get(backend).translate(cfg, Topology()).report if line.path.startswith("checkpoint.")
     ]
-    assert len(lines) == 10
+    assert len(lines) == 11
     assert {(line.fit, line.native) for line in lines} == {(Fit.EXACT, "unishard's loop")}
     assert not any("checkpoint" in key for key in registry.get(backend).translate(cfg, Topology()).native)

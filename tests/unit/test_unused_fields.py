@@ -43,6 +43,7 @@ ANOTHER: dict[str, Any] = {
     "scheduler.delay_steps": 1,
     "communication.prefetch_bucket_size": 5,
     "compile.backend": "eager",
+    "checkpoint.copy_to": "s3://bucket/run",
     "checkpoint.on_existing": "new",
     "checkpoint.every_steps": 5,
     "checkpoint.every_minutes": 5.0,

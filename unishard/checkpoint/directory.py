@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -108,6 +108,7 @@ def prune(
     *,
     keep_best: int | None = None,
     best: str = "min",
+    held: Collection[Path] = (),
 ) -> list[Path]:
     """Delete checkpoints of a run according to the retention settings. Only called after a commit.
 
@@ -121,6 +122,7 @@ def prune(
         keep: The checkpoint just committed, of the run whose checkpoints may be deleted.
         keep_best: How many of the run's checkpoints with the best metric to keep; None for none.
         best: `min` or `max`: which metric is the best.
+        held: Further ones that are not deleted now.
 
     Returns:
         The deleted directories.
@@ -142,6 +144,7 @@ def prune(
     protected = {
         keep,
         finding.latest(root),
+        *held,
         *(checkpoint.path for checkpoint in finding.ranked(ages, best)[: keep_best or 0]),
     }
     deleted = []

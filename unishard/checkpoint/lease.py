@@ -15,6 +15,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,7 +38,7 @@ GRACE = 10.0
 _POLL = 0.25
 _LONGEST = 4096
 _DIGITS = 20
-_RELEASED = "released"
+RELEASED = "released"
 
 _logger = logging.getLogger("unishard")
 _token: tuple[int, str] = (0, "")
@@ -76,7 +77,7 @@ class Lease:
     @property
     def is_gone(self) -> bool:
         """Whether its process has ended for certain, seen from this machine."""
-        return self.beats.strip() == _RELEASED or (self._is_here and not is_running(self.pid, self.started))
+        return self.beats.strip() == RELEASED or (self._is_here and not is_running(self.pid, self.started))
 
     @property
     def is_living(self) -> bool:
@@ -101,7 +102,7 @@ def read(root: Path) -> Lease | None:
             return None
         number, path = files[-1]
         head, _, beats = read_bytes(path, _LONGEST).partition(b"\n")
-        there = replace(_parsed(head, beats.decode("ascii", "replace")), number=number)
+        there = replace(parsed(head, beats.decode("ascii", "replace")), number=number)
         copied = there.file != path.stat().st_ino
     except (FileNotFoundError, NotADirectoryError):  # a successor may have deleted it
         return None
@@ -129,7 +130,7 @@ def acquire(root: Path, run: str, gone: str | None = None) -> None:
         OSError: The file cannot be written.
     """
     while (there := read(root)) is None or there.owner != token():
-        if there is None or there.is_gone or there.owner == gone or _has_ended(root, there):
+        if there is None or there.is_gone or there.owner == gone or has_ended(there, lambda: read(root), root):
             _create(root, run, 0 if there is None else there.number + 1)
         elif (now := read(root)) is not None and now.owner == there.owner:
             raise CheckpointError(
@@ -150,7 +151,7 @@ def release(root: Path) -> None:
 
     The file stays, so that a run that was stopped meanwhile sees who came after it.
     """
-    _note(root, _RELEASED)
+    _note(root, RELEASED)
 
 
 def _note(root: Path, text: str) -> bool:
@@ -158,7 +159,7 @@ def _note(root: Path, text: str) -> bool:
     try:
         with _files(root)[-1][1].open("r+b") as file:
             head = file.readline(_LONGEST)
-            if _parsed(head, "").owner != token():
+            if parsed(head, "").owner != token():
                 return False
             os.pwrite(file.fileno(), f"{text:{_DIGITS}}\n".encode(), len(head))
     except (OSError, IndexError):  # the next beat tries again
@@ -166,16 +167,23 @@ def _note(root: Path, text: str) -> bool:
     return True
 
 
-def _has_ended(root: Path, there: Lease) -> bool:
-    """Wait for the end of an owner, or for a sign of life."""
+def has_ended(there: Lease, read: Callable[[], Lease | None], shown: Path | str, poll: float = _POLL) -> bool:
+    """Wait for the end of an owner, or for a sign of life.
+
+    Args:
+        there: The owner.
+        read: Reads it anew.
+        shown: What it owns.
+        poll: Seconds between two looks.
+    """
     patience = GRACE if there.is_living else LIMIT
     _logger.warning(
-        "%s: %s owns this directory; waiting up to %.0f s to see whether it has ended", root, there, patience
+        "%s: %s owns this directory; waiting up to %.0f s to see whether it has ended", shown, there, patience
     )
     end = time.monotonic() + patience
     while time.monotonic() < end:
-        time.sleep(_POLL)
-        now = read(root)
+        time.sleep(poll)
+        now = read()
         if now is None or now != there or (now.beats != there.beats and not there.is_living):
             return now is not None and now.owner == there.owner and now.is_gone
         if now.is_gone:
@@ -185,11 +193,8 @@ def _has_ended(root: Path, there: Lease) -> bool:
 
 def _create(root: Path, run: str, number: int) -> None:
     """Make the file of this number, unless there is one: `read` says whose it is."""
-    now, pid = datetime.now(UTC).isoformat(timespec="seconds"), os.getpid()
-    here = Lease(token(), run, socket.gethostname(), machine(), pid, started(pid), now)
     with contextlib.suppress(FileExistsError), (root / f"{FILE}{f'-{number}' if number else ''}").open("xb") as file:
-        record = {name: getattr(here, name) for name in _SAID} | {"file": os.fstat(file.fileno()).st_ino}
-        file.write(f"{json.dumps(record)}\n{0:0{_DIGITS}}\n".encode())
+        file.write(text_of(run, os.fstat(file.fileno()).st_ino))
         file.flush()
         os.fsync(file.fileno())
     for _, path in _files(root)[:-1]:
@@ -203,7 +208,15 @@ def _files(root: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1] or 0), root / entry) for entry, match in found if match is not None)
 
 
-def _parsed(head: bytes, beats: str) -> Lease:
+def text_of(run: str, file: int) -> bytes:
+    """A new lease of this process as it is written, before its first beat."""
+    now, pid = datetime.now(UTC).isoformat(timespec="seconds"), os.getpid()
+    here = Lease(token(), run, socket.gethostname(), machine(), pid, started(pid), now, file)
+    record = {name: getattr(here, name) for name in _SAID}
+    return f"{json.dumps(record)}\n{0:0{_DIGITS}}\n".encode()
+
+
+def parsed(head: bytes, beats: str) -> Lease:
     """A lease from its first line; a lease without an owner if that line is something else."""
     try:
         record = json.loads(head)

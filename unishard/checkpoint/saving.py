@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +42,8 @@ class Snapshot(NamedTuple):
     """Small files to include, by their path in the checkpoint. Only rank 0's are used."""
     run: str | None = None
     """The run, which the manifest names. Only rank 0's is used."""
+    after: int = 0
+    """The highest number of a commit elsewhere that this one comes after. Only rank 0's is used."""
     other_run_present: bool = False
     """Whether the run began beside checkpoints of another one, so that the name of the checkpoint must name it. Only
     rank 0's is used."""
@@ -67,6 +69,7 @@ def save(
     group: dist.ProcessGroup | None,
     advance: Callable[[int], None] = lambda written: None,
     cache: PlanCache | None = None,
+    held: Callable[[], Collection[Path]] = tuple,
 ) -> Path:
     """Write a snapshot as a checkpoint. Collective.
 
@@ -77,6 +80,7 @@ def save(
         group: A process group with a CPU backend.
         advance: Called with this rank's progress in bytes.
         cache: What this rank remembers of the last save, so that the same tensors are not planned again.
+        held: Returns the checkpoints that are not deleted now. Only rank 0's is called.
 
     Returns:
         The checkpoint directory.
@@ -96,11 +100,12 @@ def save(
             shared_folder.unmark(temporary)
             shared_folder.require_complete(temporary, result.files)
             files = _write_assets(temporary, snapshot.assets)
-            directory.write_manifest(temporary, _manifest(snapshot, result, files, finding.next_commit(root)))
+            commit = max(finding.next_commit(root), snapshot.after + 1)
+            directory.write_manifest(temporary, _manifest(snapshot, result, files, commit))
             ownership.confirm(root)  # a save may take long
             complete = directory.commit(temporary, root, snapshot.step, beside)
             last, every, keep_best, best = retention
-            directory.prune(root, last, every, complete, keep_best=keep_best, best=best)
+            directory.prune(root, last, every, complete, keep_best=keep_best, best=best, held=held())
             return complete
 
         return on_first(group, finish)

@@ -10,11 +10,10 @@ from typing import Annotated
 import typer
 
 from unishard.cli.bar import bar
+from unishard.cli.checkpoint_places import checkpoint_at, listed_at, listed_in
 from unishard.cli.checkpoint_tables import (
     inspect_other,
     is_shown,
-    left_over,
-    listed,
     object_of,
     row,
     show_checkpoint,
@@ -23,6 +22,7 @@ from unishard.cli.checkpoint_tables import (
 )
 from unishard.cli.wrapping import echo, emit
 from unishard.config.describe import count_of
+from unishard.config.paths import url_of
 from unishard.errors import CheckpointError
 
 FOUND = 1
@@ -38,14 +38,14 @@ app = typer.Typer(
 
 Checkpoint = Annotated[
     Path,
-    typer.Argument(metavar="CKPT", help="A checkpoint, or a directory of checkpoints (uses the latest)."),
+    typer.Argument(metavar="CKPT", help="A checkpoint, or a directory of checkpoints (uses the latest), or a URL."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")
 def list_(
-    root: Annotated[Path, typer.Argument(metavar="ROOT", help="A directory of checkpoints.")],
+    root: Annotated[Path, typer.Argument(metavar="ROOT", help="A directory of checkpoints, or a URL.")],
     as_json: AsJson = False,
 ) -> None:
     """List the checkpoints in a directory.
@@ -54,21 +54,12 @@ def list_(
 
     Example: unishard checkpoint list runs/llama
     """
-    from unishard.checkpoint import finding
-
-    if not root.is_dir():
-        raise CheckpointError(f"{root}: directory not found; name a directory of checkpoints")
-    if finding.is_checkpoint(root):
-        raise CheckpointError(
-            f"{root}: is a single checkpoint; name its parent directory, or run `unishard checkpoint inspect`"
-        )
-    latest = finding.latest(root)
-    entries = [listed(checkpoint.path, checkpoint.step, latest) for checkpoint in finding.checkpoints(root)]
-    entries += [left_over(root / name) for name in finding.incomplete(root)]
+    url = url_of(root)
+    entries = listed_in(root) if url is None else listed_at(url)
     if as_json:
         emit(json.dumps(entries, indent=2))
     elif not entries:
-        echo(f"no checkpoints in {root}")
+        echo(f"no checkpoints in {url or root}")
     else:
         more = [name for name in ("run", "metric") if is_shown(name, entries)]
         table(
@@ -94,12 +85,12 @@ def inspect(
     if (checkpoint / ".metadata").is_file() and not finding.is_checkpoint(checkpoint):
         inspect_other(checkpoint, as_json)
         return
-    folder = finding.locate(checkpoint)
-    facts = manifest.read(folder)
-    if as_json:
-        emit(json.dumps(object_of(folder, facts, tensors), indent=2))
-    else:
-        show_checkpoint(folder, facts, tensors)
+    with checkpoint_at(checkpoint, whole=False) as (folder, shown, size):
+        facts = manifest.read(folder)
+        if as_json:
+            emit(json.dumps(object_of(shown, size(), facts, tensors), indent=2))
+        else:
+            show_checkpoint(shown, size(), facts, tensors)
 
 
 @app.command()
@@ -114,33 +105,33 @@ def verify(
 
     Example: unishard checkpoint verify runs/llama --bits
     """
-    from unishard.checkpoint import finding, manifest, verifying
+    from unishard.checkpoint import manifest, verifying
 
-    folder = finding.locate(checkpoint)
-    try:
-        facts = manifest.read(folder)
-    except CheckpointError as error:  # it exists, so it is damaged
-        echo(str(error))
-        raise typer.Exit(FOUND) from None
-    with bar("files", sum(file.bytes for file in facts.files.values())) as advance:
-        problems = verifying.damaged(folder, facts, advance=advance)
-    if bits and not problems:
-        from unishard.cli.checkpoint_facts import bytes_of
+    with checkpoint_at(checkpoint) as (folder, shown, _):
+        try:
+            facts = manifest.read(folder)
+        except CheckpointError as error:  # it exists, so it is damaged
+            echo(str(error))
+            raise typer.Exit(FOUND) from None
+        with bar("files", sum(file.bytes for file in facts.files.values())) as advance:
+            problems = verifying.damaged(folder, facts, advance=advance)
+        if bits and not problems:
+            from unishard.cli.checkpoint_facts import bytes_of
 
-        with bar("tensors", sum(map(bytes_of, facts.tensors.values()))) as advance:
-            problems = verifying.hashes_of(folder, facts, advance)
+            with bar("tensors", sum(map(bytes_of, facts.tensors.values()))) as advance:
+                problems = verifying.hashes_of(folder, facts, advance)
     for problem in problems:
-        echo(problem)
+        echo(problem.replace(str(folder), shown))
     if problems:
         raise typer.Exit(FOUND)
     also = f" and {count_of(len(facts.tensors), 'tensor')}" if bits else ""
-    echo(f"{folder}: ok; {count_of(len(facts.files), 'file')}{also} match the manifest")
+    echo(f"{shown}: ok; {count_of(len(facts.files), 'file')}{also} match the manifest")
 
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of checkpoints.")],
-    b: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of checkpoints.")],
+    a: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of checkpoints, or a URL.")],
+    b: Annotated[Path, typer.Argument(help="A checkpoint, or a directory of checkpoints, or a URL.")],
 ) -> None:
     """Compare two checkpoints.
 
@@ -150,11 +141,12 @@ def diff(
 
     Example: unishard checkpoint diff runs/a runs/b
     """
-    from unishard.checkpoint import comparing, finding
+    from unishard.checkpoint import comparing
 
-    folders = finding.locate(a), finding.locate(b)
-    with bar("tensors", comparing.to_read(*folders)) as advance:
-        comparison = comparing.compare(*folders, advance)
+    with ExitStack() as stack:
+        one, other = (stack.enter_context(checkpoint_at(place)).folder for place in (a, b))
+        advance = stack.enter_context(bar("tensors", comparing.to_read(one, other)))
+        comparison = comparing.compare(one, other, advance)
     if not any((comparison.facts, comparison.only_a, comparison.only_b, comparison.forms, comparison.values)):
         echo(f"equal: {count_of(comparison.tensors, 'tensor')}, and all metadata")
         return
@@ -166,7 +158,10 @@ def diff(
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(metavar="SRC", help="A checkpoint of any tool, or a directory of unishard's (uses the latest)."),
+        typer.Argument(
+            metavar="SRC",
+            help="A checkpoint of any tool, or a directory of unishard's (uses the latest), or a URL of these.",
+        ),
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="A directory that does not exist yet.")],
     from_: Annotated[
@@ -186,7 +181,7 @@ def convert(
 
     with ExitStack() as stack:
         notes = run(
-            source,
+            source if url_of(source) is None else stack.enter_context(checkpoint_at(source)).folder,
             destination,
             from_=from_,
             to=to,
@@ -224,11 +219,10 @@ def export(
     Example: unishard checkpoint export runs/llama exported --dtype bf16
     """
     from unishard.checkpoint.export.offline import export_checkpoint
-    from unishard.checkpoint.finding import locate
     from unishard.cli.checkpoint_facts import size
 
-    folder = locate(checkpoint)
     with ExitStack() as stack:
+        folder, shown, _ = stack.enter_context(checkpoint_at(checkpoint))
         layout = export_checkpoint(
             folder,
             out,
@@ -240,7 +234,7 @@ def export(
             overwrite=overwrite,
         )
     word = str(layout.dtype).removeprefix("torch.")
-    echo(f"{out}: {count_of(len(layout.files), 'file')} of tensors, {size(layout.size)} in {word}, from {folder}")
+    echo(f"{out}: {count_of(len(layout.files), 'file')} of tensors, {size(layout.size)} in {word}, from {shown}")
     if layout.bare:
         echo(
             "no config.json written, because the checkpoint has none; add --model DIR, the directory with the model's "

@@ -68,11 +68,11 @@ def place_of(manifest: Manifest) -> tuple[str, str]:
     return str(config.get("backend") or ""), str(strategy or "")
 
 
-def facts_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
+def facts_of(shown: str, bytes_of_files: int, manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield all facts that are not in a table."""
     backend, strategy = place_of(manifest)
     model, optimizer, schedule, scale = manifest.model, manifest.optimizer, manifest.schedule, manifest.loss_scale
-    yield "checkpoint", str(folder)
+    yield "checkpoint", shown
     yield "step", str(manifest.step)
     if manifest.run:
         yield (
@@ -103,7 +103,7 @@ def facts_of(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
     if manifest.data:
         yield "data", f"of {count_of(len(manifest.data), 'rank')}; the first: {value_of(manifest.data[0])}"
     yield "state", "none" if manifest.state is None else value_of(manifest.state)
-    yield "size", f"{size(size_of(folder))} in {count_of(len(manifest.files) + 1, 'file')}"
+    yield "size", f"{size(bytes_of_files)} in {count_of(len(manifest.files) + 1, 'file')}"
 
 
 def groups_of(manifest: Manifest) -> list[tuple[str, str, str, str]]:

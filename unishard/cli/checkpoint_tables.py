@@ -81,24 +81,24 @@ def row(entry: dict[str, Any], more: Sequence[str]) -> tuple[str, ...]:
     return step, local(entry.get("written", "")), ranks, backend, strategy, *extra, size(entry["bytes"]), state
 
 
-def object_of(folder: Path, facts: Manifest, tensors: bool) -> dict[str, Any]:
+def object_of(shown: str, size: int, facts: Manifest, tensors: bool) -> dict[str, Any]:
     """A checkpoint, as the object of `unishard checkpoint inspect --json`."""
-    from unishard.cli.checkpoint_facts import kinds_of, size_of
+    from unishard.cli.checkpoint_facts import kinds_of
 
     manifest_values = plain(facts.model_dump(exclude={"crc32"} if tensors else {"crc32", "files", "tensors"}))
     return {
-        "path": str(folder),
-        "bytes": size_of(folder),
+        "path": shown,
+        "bytes": size,
         **manifest_values,
         "kinds": [plain(kind._asdict()) for kind in kinds_of(facts)],
     }
 
 
-def show_checkpoint(folder: Path, facts: Manifest, tensors: bool) -> None:
+def show_checkpoint(shown: str, bytes_of_files: int, facts: Manifest, tensors: bool) -> None:
     """Print what a checkpoint holds."""
     from unishard.cli.checkpoint_facts import facts_of, groups_of, kinds_of, size
 
-    show(("fact", "value"), list(facts_of(folder, facts)), sys.stdout)
+    show(("fact", "value"), list(facts_of(shown, bytes_of_files, facts)), sys.stdout)
     kinds = kinds_of(facts)
     rows = [
         (kind.name, str(kind.tensors), f"{kind.numel:,}", size(kind.bytes), " ".join(kind.dtypes)) for kind in kinds

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from unishard.config.paths import Directory
+from unishard.config.paths import Directory, Store
 from unishard.config.relevance import Not, OnlyWith
 from unishard.config.section import Section
 from unishard.config.spellings import Spellings
@@ -61,6 +61,11 @@ class Checkpoint(Section):
     """Directory of the run's checkpoints, one subdirectory each. `engine.save()` writes there and
     `engine.load("latest")` reads from it. It must be shared by all ranks on all nodes. `null`: nothing is saved
     automatically, and `engine.save(dir)` needs a directory."""
+    copy_to: Annotated[Store, _DIRECTORY] = Field(default=None)
+    """URL where each complete checkpoint of `dir` is copied in the background, such as `s3://bucket/run`; exports go to
+    its `exports/`. Any scheme of fsspec, whose package must be installed (s3: `s3fs`, gs: `gcsfs`) and which has the
+    credentials. `keep_last` holds there too, and a resume takes the newest checkpoint of both places. One run copies to
+    a URL at a time. `null`: nothing is copied."""
     on_existing: Annotated[Literal["error", "resume", "new"], _DIRECTORY] = Field(default="error")
     """What a run does if `dir` holds checkpoints of another run already. `resume`: `prepare` resumes from the newest
     one, and `engine.resumed` says where; the first time, when there is none, a new run begins. `error`: the first

@@ -188,6 +188,7 @@ def saved_by_script(call: str) -> dict[str, Rule]:
     """
     notes = {
         "dir": f"the directory of {call}",
+        "copy_to": f"copy what {call} has written, by fsspec",
         "on_existing": f"look in that directory before {call} is called the first time",
         "every_steps": f"{call} whenever the number of updates is a multiple of it",
         "every_minutes": f"{call} by the clock of rank 0, broadcast to all ranks",

@@ -124,6 +124,7 @@ LOOP: Mapping[str, Rule] = {
     "checkpoint.dir": done_by_unishard(
         "each rank writes the parts that it holds, under the names that parameters have in the model"
     ),
+    "checkpoint.copy_to": done_by_unishard("a thread of each node copies, by fsspec"),
     "checkpoint.on_existing": done_by_unishard("`resume` in `prepare`, the check before the first update"),
     "checkpoint.every_steps": done_by_unishard("counts updates, at the end of a window"),
     "checkpoint.every_minutes": done_by_unishard("by the clock of rank 0, at the end of a window"),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from unishard.checkpoint.remote import store
 from unishard.config import Config, leaves, value_at
 from unishard.config.data_share import data_share_of
 from unishard.config.shard_groups import shard_group_size
@@ -95,6 +96,7 @@ def resolve(
     setup = setup_of(cfg, model, optimizer, scheduler) if train else None
     translation = translate(cfg, topology=topology).check(strict=cfg.strict)
     matmul.check_matmul(cfg.precision)
+    store.require_installed(cfg.checkpoint)
     if train:
         require_installed(cfg.logging)
     else:

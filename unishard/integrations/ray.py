@@ -15,6 +15,7 @@ from unishard.checkpoint.finding import latest
 from unishard.contract.results import Resumed
 from unishard.engine.engine import Engine
 from unishard.errors import BackendError, CheckpointError, ConfigError, ContractError, Problem
+from unishard.integrations.saving import refuse_copies
 
 __all__ = ["report", "resume"]
 
@@ -38,7 +39,7 @@ def report(engine: Engine, metrics: Mapping[str, Any], *, save: bool = True, sta
     Raises:
         BackendError: Ray Train is not installed.
         CheckpointError: The storage of the run is not a folder that can be written to as such.
-        ConfigError: `checkpoint.keep_last` is set.
+        ConfigError: `checkpoint.keep_last` or `copy_to` is set.
         ContractError: This is not a worker of Ray Train.
     """
     train = _train()
@@ -48,6 +49,7 @@ def report(engine: Engine, metrics: Mapping[str, Any], *, save: bool = True, sta
     if engine._checkpoints.deletes:
         problem = "would delete checkpoints that Ray counts on; remove it, and set CheckpointConfig(num_to_keep=...)"
         raise ConfigError([Problem("checkpoint.keep_last", problem)])
+    refuse_copies(engine._checkpoints.copy_to)
     folder = engine.save(_root(train), state=state)
     engine.wait()  # Ray may hand it over at once
     checkpoint = train.Checkpoint.from_directory(str(folder)) if engine.is_main else None

@@ -11,11 +11,26 @@ from unishard.checkpoint import finding, manifest
 from unishard.distributed import process_group
 from unishard.distributed.on_ranks import on_all
 from unishard.engine.engine import Engine
+from unishard.errors import ConfigError, Problem
 
-__all__ = ["replace_checkpoint", "restore_options", "set_options"]
+__all__ = ["refuse_copies", "replace_checkpoint", "restore_options", "set_options"]
 
 _KERNELS = ("foreign", "fused")
 """Options that say how an update is computed, which each engine chooses."""
+
+
+def refuse_copies(copy_to: str | None) -> None:
+    """Check that nothing is to be copied of `checkpoint.dir`, where a framework does not save.
+
+    Raises:
+        ConfigError: It is.
+    """
+    if copy_to is not None:
+        problem = (
+            "copies what engine.save writes in checkpoint.dir, and the framework saves in directories of its own; "
+            "remove it, and copy these"
+        )
+        raise ConfigError([Problem("checkpoint.copy_to", problem)])
 
 
 def replace_checkpoint(engine: Engine, folder: str | Path, state: Any = None) -> None:

@@ -37,6 +37,8 @@ class Lineage:
             on_existing: `checkpoint.on_existing`.
         """
         self._root = root
+        self.places: dict[str, Path] = {} if root is None else {str(root): root}
+        """Where the run saves: `checkpoint.dir`, and by the URL of its copies a directory with their manifests."""
         self._refuses = on_existing != "new"
         self._saved: dict[Path, RunName] = {}
         self._resumed: tuple[Path, RunName] | None = None
@@ -73,12 +75,14 @@ class Lineage:
         root = self._root
         if self._admitted or root is None or self._known(root) or not self._refuses:
             return
-        newest = finding.latest(root)
-        if newest is not None:
-            step = next(found.step for found in finding.checkpoints(root) if found.path == newest)
-            raise CheckpointError(
-                f"{root}: holds checkpoints of another run, the newest of step {step}, and this run {self._instead()}"
-            )
+        for shown, place in self.places.items():
+            newest = finding.latest(place)
+            if newest is not None:
+                step = next(found.step for found in finding.checkpoints(place) if found.path == newest)
+                raise CheckpointError(
+                    f"{shown}: holds checkpoints of another run, the newest of step {step}, and this run "
+                    f"{self._instead()}"
+                )
         self._admitted = True
 
     def _instead(self) -> str:

@@ -15,8 +15,10 @@ from unishard.checkpoint import directory, finding, ownership
 from unishard.checkpoint.background import Background
 from unishard.checkpoint.export.online import export
 from unishard.checkpoint.files import path_of
+from unishard.checkpoint.headers import header_of
 from unishard.checkpoint.plan_cache import PlanCache
-from unishard.checkpoint.saving import Retention, save, without_collections
+from unishard.checkpoint.remote.run_copies import RunCopies
+from unishard.checkpoint.saving import Retention, Snapshot, save, without_collections
 from unishard.contract.results import Resumed
 from unishard.distributed import agreement, process_group
 from unishard.distributed.interrupts import deferred
@@ -49,6 +51,9 @@ class SaveAndLoad:
             None if self._asked.dir is None else path_of(self._asked.dir, "checkpoint.dir").absolute()
         )  # now: the script may change its directory later
         self._lineage = Lineage(self._dir, self._asked.on_existing)
+        self._retention = Retention(
+            self._asked.keep_last, self._asked.keep_every, self._asked.keep_best, self._asked.best
+        )
         self._owned: set[Path] = set()
         """The directories in which this run saves."""
         self._cleaned: set[Path] = set()
@@ -56,12 +61,35 @@ class SaveAndLoad:
         """Those that it releases as soon as no save is running."""
         self.resumed: Resumed | None = None
         """The last load."""
+        self._copies = self._open_copies()
         self._check_before_update()
+
+    def _open_copies(self) -> RunCopies | None:
+        if self._dir is None or self._asked.copy_to is None:
+            return None
+        root = self._dir
+        copies = RunCopies(
+            self._asked.copy_to,
+            root,
+            self._retention,
+            process_group.host_group(),
+            writes=self._run.accumulation is not None,
+            refuses=self._asked.on_existing == "error",
+            run=lambda: self._lineage.run_in(root),
+        )
+        if copies.known is not None:
+            self._lineage.places[copies.url] = copies.known
+        return copies
 
     @property
     def deletes(self) -> bool:
         """Whether saving deletes older checkpoints."""
         return self._asked.keep_last is not None
+
+    @property
+    def copy_to(self) -> str | None:
+        """Where checkpoints are copied."""
+        return self._asked.copy_to
 
     @deferred()
     @without_collections()
@@ -90,12 +118,21 @@ class SaveAndLoad:
         snapshot = snapshot._replace(
             run=name.run, other_run_present=name.other_run_present, facts={**snapshot.facts, "metric": number}
         )
-        retention = Retention(self._asked.keep_last, self._asked.keep_every, self._asked.keep_best, self._asked.best)
         if self._asked.async_save:
             copy = self._background.stage(snapshot)
-            self._background.start(lambda own: save(place, copy, retention, own, cache=self._plans))
+            self._background.start(lambda own: self._write(place, copy, own))
             return place / finding.name_of(snapshot.step, name.run if name.other_run_present else "")
-        return save(place, snapshot, retention, group, cache=self._plans)
+        return self._write(place, snapshot, group)
+
+    def _write(self, place: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> Path:
+        """Write a checkpoint, and let it be copied. Collective."""
+        copies = self._copies
+        if copies is None or place != self._dir:
+            return save(place, snapshot, self._retention, group, cache=self._plans)
+        after = snapshot._replace(after=copies.last_commit)
+        folder = save(place, after, self._retention, group, cache=self._plans, held=lambda: copies.copying)
+        copies.saved(folder)
+        return folder
 
     def _begin(self, root: Path, step: int) -> RunName:
         """Rank 0: the run under which a step is saved; before the first save in a directory, clean up after a killed
@@ -137,6 +174,8 @@ class SaveAndLoad:
         group = process_group.host_group()
         self.wait()
         self._own_to_resume(place, which)
+        if self._copies is not None and which is not None:
+            self._copies.fetch(which, self._asked.best, group)
         folder = on_first(group, lambda: self._found(place, which))
         if folder is None:
             if dist.get_rank() == 0:
@@ -145,6 +184,8 @@ class SaveAndLoad:
         self.resumed = restore(self._run, folder, group, strict=strict, verify=verify, data=data)
         if dist.get_rank() == 0:
             self._lineage.resumed(folder)
+        if self._copies is not None and folder.parent == self._dir and (header := header_of(folder)):
+            self._copies.catch_up(header.run)
         for tell in self._run.observers.on_load:
             tell()
         self._check_before_update()
@@ -232,6 +273,8 @@ class SaveAndLoad:
             overwrite=overwrite,
             group=process_group.host_group(),
         )
+        if self._copies is not None:
+            self._copies.exported(Path(folder).absolute())
         return Path(folder)
 
     def wait(self) -> None:
@@ -255,7 +298,7 @@ class SaveAndLoad:
         self._leaving.clear()
 
     def close(self) -> None:
-        """Restore signal handlers, release this engine's directories, and wait for the background save."""
+        """Restore signal handlers, release this engine's directories, and wait for the background save and copies."""
         if self._autosave is not None:
             self._autosave.close()
         for root in [root for root, saver in _savers.items() if saver is self]:
@@ -264,7 +307,11 @@ class SaveAndLoad:
             self._background.close()
         finally:
             self._plans.close()
-            ownership.release(self)
+            try:
+                if self._copies is not None:
+                    self._copies.close()
+            finally:
+                ownership.release(self)
 
     def _claim(self, root: Path) -> None:
         """Reserve a directory: two engines, such as those of a GAN, would replace each other's checkpoints of the same

@@ -28,6 +28,7 @@ from unishard.formats.accelerate.entries import block_of, precision_of
 from unishard.formats.accelerate.sequence import BLOCK
 from unishard.formats.files.source import Source, open_source
 from unishard.formats.hf.sequence import sharing_of
+from unishard.integrations.saving import refuse_copies
 
 __all__ = ["FILE", "agreed", "config_of", "shared_samples", "translated", "unsharded_in_one_process", "with_batch_size"]
 
@@ -190,8 +191,9 @@ def agreed(cfg: Config, arguments: Mapping[str, Any]) -> Config:
         arguments: Values by field; None for fields that they do not set.
 
     Raises:
-        ConfigError: They contradict the config.
+        ConfigError: They contradict the config, or it sets `checkpoint.copy_to`.
     """
+    refuse_copies(cfg.checkpoint.copy_to)
     written = dict(flat(cfg.model_dump(exclude_unset=True)))
     arguments = {field: value for field, value in arguments.items() if value is not None}
     for field, value in arguments.items():

@@ -25,6 +25,7 @@ from unishard.engine.engine import Engine
 from unishard.errors import ConfigError, Problem
 from unishard.failures import lifetime
 from unishard.integrations import backward_options
+from unishard.integrations.saving import refuse_copies
 
 __all__ = ["Windows", "agree_on_precision", "begin", "config_of", "precision_of", "prepared", "refuse_clip", "share_of"]
 
@@ -47,6 +48,7 @@ def config_of(cfg: Config | str | Path | Mapping[str, Any] | None, arguments: Ma
     if config.checkpoint.on_existing == "resume":
         problem = "resume would not reach Lightning's loops; remove it, and pass ckpt_path to fit, or call fabric.load"
         raise ConfigError([Problem("checkpoint.on_existing", problem)])
+    refuse_copies(config.checkpoint.copy_to)
     return config
 
 

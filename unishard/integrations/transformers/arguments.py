@@ -21,6 +21,7 @@ from unishard.config.nested import flat
 from unishard.errors import ConfigError, Problem
 from unishard.formats import ReadDocument
 from unishard.integrations.accelerate.configuring import agreed, config_of, shared_samples, translated
+from unishard.integrations.saving import refuse_copies
 
 __all__ = [
     "UnishardArguments",
@@ -84,6 +85,7 @@ def config_for(args: Any, requested: Config | str | Path | Mapping[str, Any] | N
             f"is {args.label_smoothing_factor}, which the Trainer computes of the logits of all tokens; leave it or "
             "training.loss_chunk_tokens out",
         )
+    refuse_copies(config.checkpoint.copy_to)
     config = _without_the_trainers(config, args)
     if config.checkpoint.on_existing == "resume":
         what = "resume would not reach the Trainer's loop; remove it, and pass resume_from_checkpoint to train()"

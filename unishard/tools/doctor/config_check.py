@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from unishard.checkpoint import finding, manifest
+from unishard.checkpoint.remote import store
 from unishard.config import Checkpoint, Config
 from unishard.config.batch_sizes import check_batch
 from unishard.config.data_share import data_share_of
@@ -38,6 +39,7 @@ def refusals_of(cfg: Config, topology: Topology) -> Iterator[Problem]:
     if cfg.backend in registry.available():
         yield from _refused_by_backend(cfg, topology)
     yield from _checkpoint_refusals(cfg.checkpoint)
+    yield from _raised_by(lambda: store.require_installed(cfg.checkpoint))
     yield from _raised_by(lambda: table.require_installed(cfg.logging))
 
 
