@@ -34,7 +34,7 @@ class Cell(NamedTuple):
     strategy: str
     precision: str = "fp32"
     offload: str = ""
-    """`optimizer`, `all`, `activations`, or nothing."""
+    """`optimizer`, `all`, `activations`, `files`, `state_files`, or nothing."""
     sequence: str = ""
     """A feature in which both ranks share each sample."""
     feature: str = ""
@@ -49,6 +49,8 @@ OFFLOADS = {
     "optimizer": {"offload": {"optimizer": "cpu"}},
     "all": {"offload": {"params": "cpu", "optimizer": "cpu"}},
     "activations": {"offload": {"activations": "cpu"}},
+    "files": {"offload": {"params": "nvme", "optimizer": "nvme", "nvme_path": "."}},
+    "state_files": {"offload": {"optimizer": "nvme", "nvme_path": "."}},
 }
 SECTIONS: dict[str, dict[str, Any]] = {
     "": {},
@@ -75,6 +77,11 @@ CELLS = (
         for strategy in ("shard_grad_op", "full_shard")
     ),
     *(Cell(backend, "full_shard", "bf16", "all") for backend in BACKENDS),
+    *(
+        Cell(backend, "full_shard", precision, offload)
+        for backend in BACKENDS
+        for precision, offload in (("bf16", "files"), ("fp32", "state_files"))
+    ),
     *(Cell(backend, "full_shard", "fp16") for backend in BACKENDS),
     *(Cell(backend, "full_shard", "bf16", "activations") for backend in BACKENDS),
     *(
