@@ -382,3 +382,14 @@ def test_the_worst_line_decides() -> None:
     assert doctor.worst([ok, fail, warn]) == "fail"
     assert doctor.worst([ok, warn]) == "warn"
     assert doctor.worst([]) == "ok"
+
+
+def test_a_disk_is_measured_and_one_in_memory_refused() -> None:
+    result = run("doctor", "--json", "--disk", "/var/tmp")
+    (disk,) = (check for check in json.loads(result.stdout)["checks"] if check["name"] == "disk /var/tmp")
+    assert disk["status"] in ("ok", "warn")
+    assert disk["gigabytes_per_second_read"] > 0
+    assert disk["gigabytes_per_second_written"] > 0
+    result = run("doctor", "--disk", "/dev/shm")
+    assert result.exit_code == 1
+    assert "/dev/shm is a tmpfs, whose files lie in memory" in plain(result.stdout)

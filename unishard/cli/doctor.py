@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,6 +23,10 @@ def doctor(
     ranks: Annotated[
         int | None,
         typer.Option("--ranks", min=1, max=64, metavar="N", help="Start N ranks on this host, and connect them."),
+    ] = None,
+    disk: Annotated[
+        Path | None,
+        typer.Option("--disk", metavar="DIR", help="Measure the disk of a directory for offload.nvme_path."),
     ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="List also the probes of private names that have found what they need.")
@@ -44,14 +49,14 @@ def doctor(
 
     topology = place()
     if topology.launcher == "python":
-        checks = list(examine(ranks))
+        checks = list(examine(ranks, disk))
     elif ranks is not None:
         raise typer.BadParameter(
             "a launcher has started this process among others; leave --ranks out", param_hint="--ranks"
         )
     else:
         connections = connected(topology)  # first: the ranks should not wait until one has imported the engines
-        checks = [*(examine() if topology.rank == 0 else []), *connections]
+        checks = [*(examine(directory=disk) if topology.rank == 0 else []), *connections]
         if not checks:
             return
     if as_json:

@@ -34,12 +34,12 @@ class FileOffload:
         self._state: StateInFile | None = None
         if "nvme" in (offload.optimizer, offload.params) and offload.nvme_path is not None:
             self._file = RankFile(Path(offload.nvme_path), topology.rank)
-            if self._file.over_network is not None and topology.local_rank == 0:
+            if self._file.over_network and topology.local_rank == 0:
                 _logger.warning(
                     "offload.nvme_path: %s is on %s, so what lies there is read and written over the network; name a "
                     "directory on a local disk",
                     self._file.directory,
-                    self._file.over_network,
+                    self._file.kind,
                 )
 
     def take(self, model: ShardedModel) -> None:

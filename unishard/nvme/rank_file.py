@@ -42,15 +42,16 @@ class RankFile:
         self.directory, self._rank = directory, rank
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            kind = file_system_of(directory)
-            if kind in _IN_MEMORY:
-                raise refusal(f"{directory} is a {kind}, whose files lie in memory; name a directory on a disk")
+            self.kind = file_system_of(directory)
+            """The file system."""
+            if self.kind in _IN_MEMORY:
+                raise refusal(f"{directory} is a {self.kind}, whose files lie in memory; name a directory on a disk")
             self._descriptor = _nameless(directory)
         except OSError as error:
             raise refusal(f"{directory} cannot be used: {error.strerror}; name a directory on a disk") from error
         self._direct = _reopened_direct(self._descriptor)
-        self.over_network = kind if kind in _OVER_NETWORK else None
-        """The file system, if reads and writes leave the node."""
+        self.over_network = self.kind in _OVER_NETWORK
+        """Whether reads and writes leave the node."""
         self.free = shutil.disk_usage(directory).free
         """Bytes, before a rank has allocated any."""
         self._memory = torch.empty(0, dtype=torch.uint8)

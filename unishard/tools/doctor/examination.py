@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 
 from unishard.config.rendezvous import rendezvous
 from unishard.config.topology import Topology
@@ -17,11 +18,12 @@ from unishard.tools.doctor.local_ranks import local_ranks
 from unishard.tools.doctor.packages import backends, found, packages, probes, python
 
 
-def examine(ranks: int | None = None) -> Iterator[Check]:
+def examine(ranks: int | None = None, directory: Path | None = None) -> Iterator[Check]:
     """Run all checks. Imports the installed engines.
 
     Args:
         ranks: So many processes are started on this host, and connected.
+        directory: Of `offload.nvme_path`, whose disk is measured.
     """
     yield python()
     usable, unreadable = found()
@@ -42,6 +44,8 @@ def examine(ranks: int | None = None) -> Iterator[Check]:
     if "torch" not in unusable:
         yield from devices()
     yield _launcher(os.environ)
+    if directory is not None and "torch" not in unusable:
+        yield import_module("unishard.tools.doctor.disk").disk(directory)
     if ranks is not None and "torch" not in unusable:
         yield from local_ranks(ranks)
 
