@@ -7,7 +7,7 @@ import transformers
 from harness import my_rank
 from torch.nn import functional
 
-UPDATES, WINDOW, ROWS, LENGTH = 3, 2, 2, 13
+UPDATES, WINDOW, ROWS, LENGTH = 2, 2, 2, 13
 """Of samples that no two ranks divide evenly."""
 SMALL = {
     "vocab_size": 48,

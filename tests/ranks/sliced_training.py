@@ -13,7 +13,7 @@ from torch import nn
 import unishard
 from unishard.testing import oracle
 
-UPDATES, WINDOW, SAMPLES, LENGTH = 3, 2, 2, 6
+UPDATES, WINDOW, SAMPLES, LENGTH = 2, 2, 2, 6
 STRATEGIES = ("full_shard", "shard_grad_op")
 Build = Callable[[str], nn.Module]
 

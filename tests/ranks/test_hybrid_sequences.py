@@ -16,7 +16,7 @@ from harness.training import EACH
 from hybrid_models import HYBRID, Mixing, hybrid, own_hybrid, recurrence, samples
 from kernels_of_hybrids import kernels_for
 from sequence_models import LENGTH, VOCABULARY, batch_of
-from test_sequence import assert_equal, configured, trained, trained_plainly
+from test_sequence import UPDATES, assert_equal, configured, trained, trained_plainly
 from torch.nn import functional
 
 import unishard
@@ -28,8 +28,6 @@ from unishard.sequence.layout import PositionLayout
 from unishard.testing import oracle
 
 METHODS = ("ulysses", "allgather")
-UPDATES = 2
-"""The second has the loss of weights that the first has changed."""
 
 
 def sequence(method: str = "auto", recurrences: str = "auto", size: int = 2) -> dict[str, Any]:
@@ -45,7 +43,7 @@ def compared(cfg: Any, name: str, readers: int = 1, **changes: Any) -> None:
     """Train packed documents, which transformers' functions join, and compare losses, norms and weights."""
     reference, weights = expected(name, cfg.precision.compute, readers)
     with unishard.prepare(hybrid(name, **changes), cfg) as engine:
-        curve = trained(engine, cfg, name, UPDATES)
+        curve = trained(engine, cfg, name)
         own = {key: engine.weights.read(key) for key in weights}
     if cfg.precision.compute == "fp32":
         assert_equal(curve, reference)

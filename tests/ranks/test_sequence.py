@@ -16,7 +16,8 @@ from torch.nn import functional
 import unishard
 from unishard.testing import oracle
 
-UPDATES, WINDOW = 3, 2
+UPDATES, WINDOW = 2, 2
+"""The second update has the loss of weights that the first has changed, and the weights show its momentum."""
 
 
 def configured(backend: str, strategy: Any = "no_shard", method: str = "auto", size: int = 2, **sections: Any) -> Any:

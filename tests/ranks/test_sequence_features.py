@@ -6,7 +6,7 @@ import pytest
 from harness import BACKENDS, in_ranks, refused
 from harness.training import DEEP, OTHER
 from sequence_models import build, data_for
-from test_sequence import assert_equal, compared, configured, expected, trained
+from test_sequence import UPDATES, assert_equal, compared, configured, expected, trained
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import unishard
@@ -86,7 +86,7 @@ def test_a_loader_that_knows_its_own_position_is_not_given_that_of_another_share
     assert "cannot be resumed" in messages[1]
 
 
-PARTS, UPDATES = 2, 3
+PARTS = 2
 
 
 @in_ranks(

@@ -67,7 +67,8 @@ def test_beside_other_fields(backend, strategy, field):
         ("fsdp", "full_shard", "qwen3moe", "tensor=2 expert=4"),
         ("deepspeed", "shard_grad_op", "qwen3moe", "tensor=2 expert=2"),
         ("fsdp", "hybrid_shard", "tied", "tensor=2"),
-        *((("fsdp", "full_shard", "llama", "tensor=2"), ("deepspeed", "hybrid_shard", "tied", "tensor=2")) * DEEP),
+        ("deepspeed", "hybrid_shard", "tied", "tensor=2"),
+        *((("fsdp", "full_shard", "llama", "tensor=2"),) * DEEP),
     ),
 )
 def test_four_ranks(backend, strategy, name, parallel):
