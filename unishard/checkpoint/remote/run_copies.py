@@ -68,7 +68,8 @@ class RunCopies:
         """Whether it is known what the store holds."""
         self._copying: Path | None = None
         try:
-            on_first(group, self._begin)
+            if writes:
+                on_first(group, self._begin)
         except BaseException:
             self.close()
             raise
@@ -97,9 +98,9 @@ class RunCopies:
     def _begin(self) -> None:
         """Rank 0: own the store and look what it holds; a server that is away is no error yet."""
         assert self._copies is not None
+        assert self._owner is not None
         try:
-            if self._owner is not None:
-                self._owner.claim()
+            self._owner.claim()
             self._copies.refresh()
             self._is_known = True
         except StoreError as error:

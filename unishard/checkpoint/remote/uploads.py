@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -53,6 +54,7 @@ class Uploads:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="unishard-copies", daemon=True)
                 self._thread.start()
+                atexit.register(self._say_left)  # a script that ends without `close`
 
     def close(self) -> None:
         """Wait until everything is copied, or the store has failed for `PATIENCE`; interrupted, give up at once."""
@@ -71,14 +73,19 @@ class Uploads:
             self._abandoned.set()
             raise
         finally:
-            if self._left:
-                _logger.error(
-                    "%s: not copied: %s, which the next run with this checkpoint.dir and copy_to does",
-                    self._url,
-                    self._names(),
-                )
+            atexit.unregister(self._say_left)
+            self._say_left()
             if self.failed:
                 _logger.warning("%s: %s to copy failed", self._url, count_of(self.failed, "attempt"))
+
+    def _say_left(self) -> None:
+        if self._left:
+            _logger.error(
+                "%s: not copied: %s, which the next run with this checkpoint.dir and copy_to does; engine.close() "
+                "waits for copies",
+                self._url,
+                self._names(),
+            )
 
     def _names(self) -> str:
         return ", ".join(upload.name for upload in list(self._left))

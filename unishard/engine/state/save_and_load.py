@@ -127,7 +127,7 @@ class SaveAndLoad:
     def _write(self, place: Path, snapshot: Snapshot, group: dist.ProcessGroup) -> Path:
         """Write a checkpoint, and let it be copied. Collective."""
         copies = self._copies
-        if copies is None or place != self._dir:
+        if copies is None or self._dir is None or place.resolve() != self._dir.resolve():
             return save(place, snapshot, self._retention, group, cache=self._plans)
         after = snapshot._replace(after=copies.last_commit)
         folder = save(place, after, self._retention, group, cache=self._plans, held=lambda: copies.copying)
