@@ -130,7 +130,7 @@ def _read_ours(path: Path) -> None:
     here = path.parent if path.parent.name != "assets" else path.parent.parent
     finding.latest(here.parent)
     found = manifest.read(here)
-    list(facts_of(here, found)), kinds_of(found), groups_of(found)
+    list(facts_of(str(here), 0, found)), kinds_of(found), groups_of(found)
     verifying.damaged(here, found)
     verifying.hashes_of(here, found, lambda read: None)
     try:
