@@ -238,7 +238,7 @@ def test_a_plan_has_the_memory_of_a_chunk():
             return {name: torch.zeros(samples, length, dtype=torch.long) for name in ("input_ids", "labels")}
 
         activations = trace(
-            model, cfg, tokens, lambda output: output["loss"], micro_batch_size=1, seq_len=256, fake=fake
+            model, cfg, tokens, lambda output: output["loss"], micro_batch_size=1, seq_len=256, fake=fake, noted=[]
         )
         peaks.append(activations.peak)
     assert peaks[1] < 0.6 * peaks[0]

@@ -43,7 +43,7 @@ def test_activations_grow_with_the_square_of_the_tokens_where_a_run_makes_a_mask
         with fake:
             model = kind(config)
         traced = trace(
-            model, Config(), tokens, lambda output: output.loss, micro_batch_size=1, seq_len=length, fake=fake
+            model, Config(), tokens, lambda output: output.loss, micro_batch_size=1, seq_len=length, fake=fake, noted=[]
         )
         peaks.append(traced.peak)
     assert (peaks[1] > 2.5 * peaks[0]) is makes_one

@@ -248,7 +248,7 @@ def ratios_of(cells, world):
                 model = llama(**LARGER)
             shape = shape_of(model, cfg.sharding)
             traces[cell[2:]] = trace(
-                model, cfg, _tokens, lambda out: out.loss, micro_batch_size=SAMPLES, seq_len=TOKENS, fake=fake
+                model, cfg, _tokens, lambda out: out.loss, micro_batch_size=SAMPLES, seq_len=TOKENS, fake=fake, noted=[]
             )
         planned = candidate_of(cfg, shape, topology, traces[cell[2:]], cfg.backend, cfg.sharding.strategy)
         measured = planned.footprint.persistent.device + max(values(found[allocated, cell]))
