@@ -35,8 +35,13 @@ _TRIES = 2
 COUNTED = 1 + _TRIES
 """Steps that `counted` makes."""
 _LOCAL = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
-_FUNCTIONAL = {"_c10d_functional::all_reduce": "all_reduce", "_c10d_functional::all_reduce_": "all_reduce"}
-"""By which DTensors add up a norm."""
+_KINDS = {
+    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_reduce_": "all_reduce",
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "c10d::alltoall_base_": "all_to_all",
+}
+"""The first ones are those of DTensors."""
 
 
 class _Recorder(Recorder):
@@ -67,7 +72,7 @@ def counted(step: Callable[[], Any], world: int) -> Counts:
     recorder = _Recorder()
     with recorder:
         step()
-    events = [event for event in recorder.events if event.numel and event.kind not in _LOCAL]
+    events = [each for each in recorder.events if each.numel and each.ranks != 1 and each.kind not in _LOCAL]
     peak = min(peak_of(step) for _ in range(_TRIES))
     return Counts(len(events), sum(sent(event, world) for event in events), peak)
 
@@ -78,10 +83,10 @@ def sent(event: Event, world: int) -> int:
     Raises:
         RuntimeError: There is no formula for it.
     """
-    kind: Any = _FUNCTIONAL.get(event.kind, event.kind)
+    kind: Any = _KINDS.get(event.kind, event.kind)
     if "::" in kind:
         raise RuntimeError(f"{kind} was called, and nothing here says how many bytes it sends")
-    return Collective(kind, "gradients", "step", event.numel * itemsize(event.dtype), world).sent()
+    return Collective(kind, "gradients", "step", event.numel * itemsize(event.dtype), event.ranks or world).sent()
 
 
 def theory(cell: Cell, world: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,6 +77,8 @@ class Event(NamedTuple):
     numel: int
     """Elements of the whole: what an all-gather puts out, what a reduce-scatter takes in. 0 for compute."""
     dtype: str
+    ranks: int = 0
+    """Of the group; 0 where the operation does not say it."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -95,8 +98,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind = _KINDS.get(name.partition("::")[2], name)
             tensors = [tensor for part in args[:2] for tensor in (part if isinstance(part, list | tuple) else [part])]
             whole = max((tensor for tensor in tensors if isinstance(tensor, torch.Tensor)), key=torch.Tensor.numel)
-            self.events.append(Event(self.phase, kind, whole.numel(), str(whole.dtype).removeprefix("torch.")))
+            self.events.append(
+                Event(self.phase, kind, whole.numel(), str(whole.dtype).removeprefix("torch."), _ranks_of(args))
+            )
         return func(*args, **(kwargs or {}))
+
+
+def _ranks_of(args: Any) -> int:
+    groups = [each for each in args if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())]
+    return dist.ProcessGroup.unbox(groups[0]).size() if groups else 0
 
 
 class Indexed(nn.Module):
