@@ -12,6 +12,7 @@ from torch.nn import functional
 import unishard
 
 PLAN = {f"layers.*.{each}": "colwise" for each in "qkv"} | {"layers.*.out": "rowwise"}
+COMPILED = "compile={mode: per_block, backend: aot_eager}"
 OUTPUT = "parallel.tensor: layers.0 (Layer) is not the same when it is cut: its output is another one; take the number"
 
 
@@ -54,16 +55,16 @@ class Layers(nn.Module):
 
 @in_ranks(
     cells=(
-        ("fsdp", "heads of a config", "fp32", OUTPUT),
-        ("deepspeed", "heads of a config", "bf16", OUTPUT),
-        ("deepspeed", "norm", "fp32", OUTPUT),
-        ("fsdp", "zeros", "bf16", OUTPUT),
-        ("fsdp", "gate", "fp32", "layers.0.gate has whole weights, and each rank has a part of their gradients; add"),
+        ("fsdp", "heads of a config", "precision=fp32", OUTPUT),
+        ("deepspeed", "heads of a config", "precision=bf16", OUTPUT),
+        ("deepspeed", "norm", COMPILED, OUTPUT),
+        ("fsdp", "zeros", "precision=bf16", OUTPUT),
+        ("fsdp", "gate", COMPILED, "layers.0.gate has whole weights, and each rank has a part of their gradients; add"),
     )
 )
-def test_a_block_that_is_another_one_when_it_is_cut(backend, kind, precision, expected):
-    """Also where results are zero at first, and in 16 bits."""
-    cfg = config(backend, precision=precision, parallel={"tensor": {"size": 2, "plan": PLAN}})
+def test_a_block_that_is_another_one_when_it_is_cut(backend, kind, field, expected):
+    """Also where results are zero at first, in 16 bits, and where blocks are compiled."""
+    cfg = config(backend, parallel={"tensor": {"size": 2, "plan": PLAN}}).override(field)
     with unishard.prepare(Layers(kind), cfg) as engine:
         engine.backward(engine(torch.arange(8).view(2, 4)).square().mean())
         assert expected in refused(engine.step)

@@ -14,6 +14,7 @@ from sliced_training import SAMPLES, STRATEGIES, WINDOW, compared, loss_of, plai
 from tensor_models import PLAN, build
 
 import unishard
+from unishard.parallel.experts import dispatch
 from unishard.parallel.tensor import cutter
 
 LAYER = "model.layers.0"
@@ -213,3 +214,30 @@ def test_a_group_decodes_by_hand_with_a_cache_of_own_heads():
         first = engine(input_ids=prompt[:, :4], use_cache=True)
         second = engine(input_ids=prompt[:, 4:], past_key_values=first.past_key_values, use_cache=True)
     torch.testing.assert_close(second.logits, plain(input_ids=prompt).logits[:, 4:], rtol=0, atol=1e-5)
+
+
+@in_ranks(
+    cells=(
+        ("tensor", "deepspeed", "shard_grad_op"),
+        ("expert", "fsdp", "full_shard"),
+        ("expert", "deepspeed", "no_shard"),
+    )
+)
+def test_an_overflow_in_the_part_of_one_rank_is_skipped_by_all(key, backend, strategy):
+    place = cutter if key == "tensor" else dispatch
+    sections = {"parallel": {key: 2}, "precision": "fp16"}
+    training = {"micro_batch_size": SAMPLES, "gradient_clipping": 0.3}
+    own, overflows = place.scale_gradient, [False]
+
+    def changed(values, factor):
+        return own(values, torch.inf if overflows[0] and my_rank() == 1 else factor)
+
+    cfg = config(backend, strategy, training=training, **sections).override("precision.initial_loss_scale=128")
+    with unishard.prepare(build("qwen3moe"), cfg) as engine, mock.patch.object(place, "scale_gradient", changed):
+        updated = []
+        for number in range(3):
+            overflows[0], batch = number == 1, tokens(number)
+            engine.backward(loss_of(engine(input_ids=batch, labels=batch)))
+            updated.append(engine.step().updated)
+        assert of_all_ranks(updated) == [[True, False, True]] * 2
+        assert all(value.isfinite().all() for value in engine.weights.state_dict(all_ranks=True).values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -46,12 +46,26 @@ class BlockProof:
         """Watch the blocks, before they are cut."""
         self._blocks, self._groups = [*blocks], groups
         self._handle = model.register_forward_hook(self._after_forward)
+        self._eager = ExitStack()
+        self._first = model.register_forward_pre_hook(self._before_first)
+        self._last = model.register_forward_hook(self._after_first, always_call=True)
 
     def close(self) -> None:
         """Watch no more."""
-        self._handle.remove()
+        for handle in (self._first, self._last, self._handle):
+            handle.remove()
         while self._blocks:
             self._blocks.pop().close()
+
+    def _before_first(self, module: nn.Module, args: object) -> None:
+        """In the first forward compiled blocks run as they are written, so that their calls are seen."""
+        self._first.remove()
+        if not torch.compiler.is_compiling():
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def _after_first(self, module: nn.Module, args: object, output: object) -> None:
+        self._last.remove()
+        self._eager.close()
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if not torch.is_grad_enabled():  # no update will come
