@@ -86,7 +86,7 @@ def test_groups_of_an_optimizer_hold_one_dtype_and_the_16_bit_ones_come_first() 
         [{"params": part, "lr": rate} for part, rate in zip(parts, (1.0, 2.0, 3.0), strict=True)]
     )
     with pytest.raises(ConfigError, match="StepLR has a rate for each group"):
-        separate(optimizer, StepLR(optimizer, 3))
+        separate(optimizer, scheduler := StepLR(optimizer, 1))
     for held in ([torch.zeros_like(model.wo.weight)], torch.optim.SGD(model.parameters())):
         optimizer.held = held  # type: ignore[attr-defined]
         with pytest.raises(ConfigError, match=r"SGD holds other .* groups of their own, behind the others"):
@@ -101,3 +101,6 @@ def test_groups_of_an_optimizer_hold_one_dtype_and_the_16_bit_ones_come_first() 
         (model.wo.parameters(), 2.0),
     ]
     assert found == [([*map(id, part)], rate) for part, rate in expected]
+    optimizer.step()
+    scheduler.step()  # by a loop that has not passed it
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([rate / 10 for _, rate in expected])

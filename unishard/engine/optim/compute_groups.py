@@ -4,6 +4,7 @@ tensor.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,7 +36,8 @@ def separate(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) ->
         scheduler: One that the caller has built on the optimizer, with a rate for each of its groups.
 
     Raises:
-        ConfigError: Groups would be moved, and there is such a scheduler, or the optimizer holds others or copies.
+        ConfigError: Groups would be moved, and there is such a scheduler, or one of the caller's own class, or the
+            optimizer holds others or copies.
     """
     before = [*optimizer.param_groups]
     groups = [(*part, at) for at, group in enumerate(before) for part in _parts(group)]
@@ -47,12 +49,15 @@ def separate(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) ->
         group.update(own)
     optimizer.param_groups[:] = [group for _, group, _, _ in groups]
     _ORIGINS[optimizer] = [at for *_, at in groups]
+    for each in gc.get_objects():  # those that a loop steps itself, and that nobody has passed
+        if issubclass(type(each), LRScheduler) and getattr(each, "optimizer", None) is optimizer:
+            follow(each)
 
 
 def follow(scheduler: Any) -> None:
     """Give a scheduler of torch that was built before `separate` a rate for each of the groups that there are now.
 
-    For frameworks that step schedulers themselves; does nothing to one that was built later.
+    For loops and frameworks that step schedulers themselves; does nothing to one that was built later.
 
     Raises:
         ConfigError: It is of another class, which may keep more by groups.
