@@ -15,6 +15,7 @@ from object_store import ObjectStore
 from stored import save, store
 from typer.testing import CliRunner
 
+import unishard
 from dev.ranks.judging import caught, heard, until
 from unishard.checkpoint import lease, manifest
 from unishard.checkpoint.remote import uploads
@@ -22,11 +23,12 @@ from unishard.checkpoint.remote.cleaning import clean
 from unishard.checkpoint.remote.copies import Copies, name_of
 from unishard.checkpoint.remote.copying import Node, copy_checkpoint
 from unishard.checkpoint.remote.owner import StoreOwner
-from unishard.checkpoint.remote.store import Store, StoreError
+from unishard.checkpoint.remote.store import Store, StoreError, require_installed
 from unishard.checkpoint.remote.uploads import Upload, Uploads
 from unishard.checkpoint.saving import Retention
 from unishard.cli.checkpoint import app
 from unishard.errors import CheckpointError
+from unishard.integrations.accelerate.configuring import agreed
 
 ALONE, GO = Node([0], 1), threading.Event()
 
@@ -255,3 +257,25 @@ def test_commands_take_a_url(server: ObjectStore, there: Store, tmp_path: Path) 
     damaged = next((server.folder / tmp_path.name / listed[1]["name"]).glob("*.distcp"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert f"{there.url}/{listed[1]['name']}/{damaged.name}: has" in printed("verify", there.url, code=1)
+
+
+def test_a_missing_package_and_a_framework_that_saves_elsewhere_are_errors_of_the_config() -> None:
+    def asked(url: str) -> unishard.Config:
+        return unishard.Config.model_validate({"checkpoint": {"dir": "runs", "copy_to": url}})
+
+    for url, said in (
+        ("gs://bucket/run", "install it with `pip install gcsfs`"),
+        ("no-such-scheme://bucket/run", "write a URL with a scheme of fsspec"),
+    ):
+        text = caught(unishard.ConfigError, require_installed, asked(url).checkpoint)
+        assert text.startswith("ConfigError: checkpoint.copy_to: ")
+        assert said in text
+    assert "checkpoint.copy_to: copies what engine.save writes in checkpoint.dir, and the framework" in caught(
+        unishard.ConfigError, agreed, asked("file:///copies"), {}
+    )
+    for url, said in (
+        ("runs/a", "is no URL; write one with a scheme of fsspec"),
+        ("sftp://me:secret@host/run", "contains a password, which would be written into checkpoints"),
+        ("s3://bucket/$USER", "contains $USER"),
+    ):
+        assert f"checkpoint.copy_to: {said}" in caught(unishard.ConfigError, asked, url)
