@@ -3,7 +3,8 @@
 A run trains in one directory of checkpoints, on either engine, in one life after another. In each phase of a life a
 rank, all ranks or the launcher is killed. torchrun's agent starts killed ranks anew; after the end of a launcher the
 next one starts at once, beside what is left. After each kill the newest checkpoint must be sound and no older than
-before, the processes that save must take turns, and the first line of the output must be the cause.
+before, and so must be the newest copy of one in another directory; the processes that save must take turns, nothing is
+left of files of offload, which half of the lives have, and the first line of the output must be the cause.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Run:
 
     def __init__(self, folder: Path, choice: random.Random) -> None:
         self.root, self.log = folder / "runs", folder / "log"
+        self.copies, self.files = folder / "copies", folder / "files"
+        self.files.mkdir()
         self._folder, self._choice, self._lives = folder, choice, 0
         self.log.touch()
         self.start()
@@ -64,7 +67,10 @@ class Run:
         self.saves_on_signal = self._lives % 3 == 0
         facts = {
             "backend": BACKENDS[self._lives % 2],
-            "optimizer": {"name": "sgd", "lr": 0.01},
+            "optimizer": {"name": "sgd", "lr": 0.01, "momentum": 0.9},
+            "offload": {"params": "nvme", "optimizer": "nvme", "nvme_path": str(self.files)}
+            if self._choice.random() < 0.5
+            else {},
             "training": {"micro_batch_size": 2},
             "launch": {"processes_per_node": WORLD, "max_restarts": 1000},
             "checkpoint": {
@@ -72,6 +78,7 @@ class Run:
                 "on_existing": "resume",
                 "every_steps": 2,
                 "keep_last": 2,
+                "copy_to": self.copies.as_uri(),
                 "async_save": self._choice.random() < 0.5,
                 "on_signal": ["SIGTERM"] if self.saves_on_signal else [],
             },
@@ -96,9 +103,9 @@ class Run:
         """What rank 0 has written in all lives."""
         return [json.loads(line) for line in self.log.read_text().splitlines()]
 
-    def newest(self) -> tuple[int, int, list[str]]:
-        """Commit and step of the newest checkpoint, and what is wrong with it."""
-        found = finding.latest(self.root)
+    def newest(self, root: Path) -> tuple[int, int, list[str]]:
+        """Commit and step of the newest checkpoint in a directory, and what is wrong with it."""
+        found = finding.latest(root)
         if found is None:
             return 0, 0, []
         facts = manifest.read(found)
@@ -139,7 +146,7 @@ def play(run: Run, choice: random.Random) -> Kill:
     last = "ranks start" if ranks else "launcher starts"
     if events and events[-1]["pid"] in dict(ranks):
         last = events[-1]["event"]
-    commit, step, _ = run.newest()
+    before = {root: run.newest(root) for root in (run.root, run.copies)}
     size, output = run.output.stat().st_size, run.output
     order = sorted(ranks, key=lambda each: b"RANK=0" not in Path(f"/proc/{each[0]}/environ").read_bytes().split(b"\0"))
     victims = {"all ranks": order, "launcher": [(run.launcher.pid, "")]}.get(victim) or [order[int(victim[-1])]]
@@ -164,12 +171,15 @@ def play(run: Run, choice: random.Random) -> Kill:
     if not until(over, 60):
         wrong.append(f"ranks {[pid for pid, begun in ranks if begun == started(pid)]} live on")
     until(lambda: over() and cause is not None, 5)  # where ranks had no time for it, the launcher says it
-    found = _sound(run)
-    if found[2] or found[0] < commit:
-        wrong.append(
-            f"the newest checkpoint is number {found[0]} of step {found[1]} instead of {commit} of {step}; damaged: "
-            f"{found[2]}"
-        )
+    for root, (commit, step, _) in before.items():
+        found = _sound(run, root)
+        if found[2] or found[0] < commit:
+            wrong.append(
+                f"the newest checkpoint in {root.name} is number {found[0]} of step {found[1]} instead of {commit} of "
+                f"{step}; damaged: {found[2]}"
+            )
+    if left := [each.name for each in run.files.iterdir()]:
+        wrong.append(f"files of offload are left: {left}")
     savers = [event["pid"] for event in run.events() if event["event"] == "saving"]
     if len(_turns(savers)) != len(set(savers)):
         wrong.append(f"processes that save do not take turns: {_turns(savers)}")
@@ -191,11 +201,11 @@ def _await_moment(run: Run, choice: random.Random) -> None:
     time.sleep(choice.uniform(0, longest))
 
 
-def _sound(run: Run) -> tuple[int, int, list[str]]:
+def _sound(run: Run, root: Path) -> tuple[int, int, list[str]]:
     """The newest checkpoint; looked at again where the next life has just replaced it."""
     for _ in range(3):
         try:
-            found = run.newest()
+            found = run.newest(root)
         except Exception as error:  # whatever it is, the next life could not resume
             found = (-1, -1, [f"{type(error).__name__}: {error}"])
         if not found[2]:
@@ -215,7 +225,7 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help="write the figures into docs/integrity.md")
     asked = parser.parse_args()
     choice, begin, kills = random.Random(asked.seed), time.monotonic(), list[Kill]()
-    with tempfile.TemporaryDirectory(prefix="killing-") as folder:
+    with tempfile.TemporaryDirectory(prefix="killing-", dir="/var/tmp") as folder:
         run = Run(Path(folder), choice)
         try:
             for number in range(1, asked.kills + 1):
