@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from unishard_deepspeed.keys import values
 from unishard_deepspeed.keys.row import Row, decided, log, refused, removed, same
-from unishard_deepspeed.keys.values import CHECKPOINTS, OWN_CHECKPOINTS
+from unishard_deepspeed.keys.values import CHECKPOINTS, FILES, OWN_CHECKPOINTS, SWAPS
 
 _PARALLEL = "splits ranks in other ways than data parallelism; remove it"
 _LOADER = "only affects the DataLoader that deepspeed.initialize makes; use unishard.dataloader"
@@ -122,7 +122,7 @@ _SECTIONS: dict[str, Row] = {
         values.MAPPING,
         ignored="recomputes nothing itself; set activation_checkpointing and offload.activations",
     ),
-    "aio": same(values.MAPPING),
+    "aio": refused(FILES, values.MAPPING, ignored=SWAPS),
     "seq_parallel_communication_data_type": refused(
         _PARALLEL, values.REDUCTION, ignored="only used with sequence parallelism"
     ),

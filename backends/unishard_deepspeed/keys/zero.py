@@ -6,10 +6,8 @@ from collections.abc import Mapping
 
 from unishard_deepspeed.keys import values
 from unishard_deepspeed.keys.row import Row, decided, other, refused, removed, same
-from unishard_deepspeed.keys.values import CHECKPOINTS, OWN_CHECKPOINTS
+from unishard_deepspeed.keys.values import CHECKPOINTS, FILES, OWN_CHECKPOINTS, SWAPS
 
-_NVME = "belongs to an optimizer in files, which is not supported; remove it"
-_SWAPS = "how an optimizer in files is read and written; affects only time"
 _TORCH_STEPS = "needs DeepSpeedCPUAdam, and unishard steps the torch optimizer; remove it"
 
 _STAGES: dict[str, Row] = {
@@ -86,16 +84,16 @@ _OFFLOAD: dict[str, Row] = {
     "offload_param.device": decided("offload.params", values.DEVICE),
     "offload_param.nvme_path": decided("offload.nvme_path", values.PATH),
     "offload_param.pin_memory": decided("offload.pin_memory", values.SWITCH),
-    "offload_param.buffer_count": same(values.count(0)),
-    "offload_param.buffer_size": same(values.count(0)),
-    "offload_param.max_in_cpu": same(values.count(0)),
+    "offload_param.buffer_count": refused(FILES, values.count(0), ignored=SWAPS),
+    "offload_param.buffer_size": refused(FILES, values.count(0), ignored=SWAPS),
+    "offload_param.max_in_cpu": refused(FILES, values.count(0), ignored=SWAPS),
     "offload_optimizer.device": decided("offload.optimizer", values.DEVICE),
     "offload_optimizer.nvme_path": decided("offload.nvme_path", values.PATH),
     "offload_optimizer.pin_memory": decided("offload.pin_memory", values.SWITCH),
-    "offload_optimizer.buffer_count": same(values.count(0)),
-    "offload_optimizer.pipeline_read": refused(_NVME, values.SWITCH, ignored=_SWAPS),
-    "offload_optimizer.pipeline_write": refused(_NVME, values.SWITCH, ignored=_SWAPS),
-    "offload_optimizer.fast_init": refused(_NVME, values.SWITCH, ignored=_SWAPS),
+    "offload_optimizer.buffer_count": refused(FILES, values.count(0), ignored=SWAPS),
+    "offload_optimizer.pipeline_read": refused(FILES, values.SWITCH, ignored=SWAPS),
+    "offload_optimizer.pipeline_write": refused(FILES, values.SWITCH, ignored=SWAPS),
+    "offload_optimizer.fast_init": refused(FILES, values.SWITCH, ignored=SWAPS),
     "offload_optimizer.ratio": refused(_TORCH_STEPS, values.FRACTION),
     "offload_optimizer.super_offload": refused(
         _TORCH_STEPS, values.SWITCH, ignored="another way to offload the same; affects only time"
