@@ -91,7 +91,7 @@ class DeepSpeedBackend:
         from unishard_deepspeed.footprint.of_rank import footprint_of
 
         found = footprint_of(shape, cfg, topology, self.translate(cfg, topology).native)
-        return found.in_files(cfg.offload)
+        return found.in_files(cfg)
 
     def layout(
         self, shape: ModelShape, cfg: Config, topology: Topology, groups: Sequence[Sequence[str]]

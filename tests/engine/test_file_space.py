@@ -19,7 +19,7 @@ SIZES = st.lists(st.integers(0, 3 * ALIGNED), min_size=1, max_size=5)
 @settings(max_examples=60, deadline=None)
 @given(SIZES, st.data())
 def test_each_element_is_in_one_piece(sizes, data):
-    with mock.patch.object(file_space, "_PIECE", ALIGNED):
+    with mock.patch.object(file_space, "PIECE", ALIGNED):
         tensors = [torch.empty(size) for size in sizes]
         space = FileSpace(tensors, {"moment": torch.float32})
         whole = data.draw(st.sampled_from(tensors))
@@ -43,7 +43,7 @@ def test_each_element_is_in_one_piece(sizes, data):
 @settings(max_examples=60, deadline=None)
 @given(SIZES)
 def test_no_two_tensors_share_an_element(sizes):
-    with mock.patch.object(file_space, "_PIECE", ALIGNED):
+    with mock.patch.object(file_space, "PIECE", ALIGNED):
         tensors = [torch.empty(size) for size in sizes]
         space = FileSpace(tensors, {"moment": torch.float32})
         pieces = space.cuts(tensors)

@@ -68,7 +68,7 @@ def cfg_of(backend, offload, strategy="full_shard", precision="fp32", **sections
 def one_directory():
     """The same on all ranks, on a disk, with pieces that are smaller than a shard."""
     directory = Path("/var/tmp") / f"unishard-{os.environ['MASTER_PORT']}"
-    with mock.patch.object(file_space, "_PIECE", 4096):
+    with mock.patch.object(file_space, "PIECE", 4096):
         yield str(directory)
     of_all_ranks(None)
     shutil.rmtree(directory, ignore_errors=True)

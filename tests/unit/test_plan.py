@@ -10,6 +10,7 @@ import pytest
 
 from unishard.config import Config
 from unishard.config.topology import Topology
+from unishard.contract import registry
 from unishard.contract.footprint import Collective
 from unishard.contract.model_shape import ModelShape, ParameterShape
 from unishard.errors import ConfigError
@@ -139,6 +140,23 @@ def test_what_an_engine_refuses_is_said() -> None:
     )
     assert [bool(each.refusal) for each in found] == [True, False]
     assert "the fp32 master weight" in found[0].refusal
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+def test_what_lies_in_files_takes_no_host_memory_but_three_pieces(backend) -> None:
+    shape = llama(2, 64, 96, 16, 97)
+
+    def footprint(where):
+        offload = {"optimizer": where, "params": where} | ({"nvme_path": "x"} if where == "nvme" else {})
+        cfg = config(backend=backend, sharding="full_shard", offload=offload, optimizer={"name": "adamw"})
+        return registry.get(backend).footprint(shape, cfg, Topology(8, 8))
+
+    host, files = footprint("cpu"), footprint("nvme")
+    for part in ("parameters", "masters", "optimizer"):
+        assert getattr(files, part) == getattr(host, part)._replace(host=0, files=getattr(host, part).host)
+    assert files.optimizer.files > 0
+    assert files.buffers.host - host.buffers.host == 3 * files.optimizer.files
+    assert files.gradients == host.gradients
 
 
 def test_fields_of_another_strategy_are_reset() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Self
 
-from unishard.config import Config, Offload, Parallel
+from unishard.config import Config, Parallel
 from unishard.config.topology import Topology
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape
 from unishard.distributed.layout import Layout
@@ -143,18 +143,23 @@ class Footprint:
     notes: tuple[str, ...] = field(default=())
     """What these figures leave out."""
 
-    def in_files(self, offload: Offload) -> Footprint:
+    def in_files(self, cfg: Config) -> Footprint:
         """The same with what `nvme` keeps in files, where the engine knows only host memory.
 
         Args:
-            offload: The section.
+            cfg: What to run.
         """
-        weights, state = offload.params == "nvme", offload.optimizer == "nvme"
+        weights, optimizer = cfg.offload.params == "nvme", self.optimizer.moved(cfg.offload.optimizer == "nvme")
+        tensors, _ = optimizer_tensors(
+            cfg.optimizer.name, amsgrad=cfg.optimizer.amsgrad, momentum=cfg.optimizer.momentum
+        )
+        in_memory = PIECES_IN_MEMORY * min(optimizer.files, PIECE * tensors * ITEMSIZE[cfg.precision.master])
         return replace(
             self,
             parameters=self.parameters.moved(weights),
             masters=self.masters.moved(weights),
-            optimizer=self.optimizer.moved(state),
+            optimizer=optimizer,
+            buffers=self.buffers + Bytes(host=in_memory),
         )
 
     @property
@@ -177,6 +182,8 @@ class Footprint:
 
 
 FootprintOf = Callable[[ModelShape, Config, Topology], Footprint]
+PIECES_IN_MEMORY, PIECE = 3, 2**23
+"""Of a state in files: how many pieces are in memory at a time, and the elements of one."""
 _FROM_SIZE, _BLOCK = 4096, 256
 """Elements from which on a parameter has moments of 8 bits, and those of a block with a scale (bitsandbytes 0.50)."""
 

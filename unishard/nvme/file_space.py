@@ -11,11 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unishard.contract.footprint import PIECE
 from unishard.nvme.rank_file import ALIGNED, RankFile
 from unishard.nvme.streams import OVERLAP, Streams
 
-_PIECE = 2**23
-"""Elements, at most."""
 _CUT_AT = 64
 """Elements: a tensor is cut at a multiple of its own, where a vector of the CPU ends, so that no element is computed in
 another way than in the whole tensor.
@@ -49,7 +48,7 @@ class FileSpace:
         for tensor in tensors:
             self._starts[tensor] = at
             at += -(-max(tensor.numel(), 1) // _CUT_AT) * _CUT_AT
-        self._piece = min(_PIECE, -(-max(at, 1) // ALIGNED) * ALIGNED)
+        self._piece = min(PIECE, -(-max(at, 1) // ALIGNED) * ALIGNED)
         self._numel = -(-max(at, 1) // self._piece) * self._piece + OVERLAP
         self.nbytes = sum(self._numel * dtype.itemsize for dtype in keys.values())
         """Of its regions."""

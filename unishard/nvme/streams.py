@@ -15,9 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from unishard.contract.footprint import PIECES_IN_MEMORY
 from unishard.nvme.rank_file import ALIGNED, RankFile, aligned_buffer
 
-_SLOTS = 3
 OVERLAP = ALIGNED
 """Elements that a piece has in common with the next, where a tensor may be cut a little later."""
 
@@ -39,7 +39,7 @@ class Streams:
         self._file, self._starts, self._dtypes, self._piece = file, starts, dtypes, piece
         self._slots = [
             {key: aligned_buffer((piece + OVERLAP) * dtype.itemsize) for key, dtype in dtypes.items()}
-            for _ in range(_SLOTS)
+            for _ in range(PIECES_IN_MEMORY)
         ]
         self._reader = ThreadPoolExecutor(1, "unishard-nvme-read")
         self._writer = ThreadPoolExecutor(1, "unishard-nvme-write")
@@ -53,9 +53,9 @@ class Streams:
 
     def begin(self, pieces: Sequence[int]) -> None:
         """Read the first of these pieces, which are taken and put back in this order."""
-        self._slot = {number: place % _SLOTS for place, number in enumerate(pieces)}
+        self._slot = {number: place % PIECES_IN_MEMORY for place, number in enumerate(pieces)}
         self._left, self._last = iter(pieces), None
-        for _ in range(_SLOTS - 1):
+        for _ in range(PIECES_IN_MEMORY - 1):
             self._read_ahead()
 
     def take(self, number: int) -> dict[str, Tensor]:
