@@ -49,6 +49,17 @@ def bare():
     return Model()
 
 
+class InPlace(Block):
+    def forward(self, x):
+        return x + self.down(self.up(x).relu_())
+
+
+def in_place():
+    model, batch = build()
+    model.blocks = nn.ModuleList(InPlace() for _ in range(2))
+    return model, batch
+
+
 class Logits(nn.Linear):
     def forward(self, x):
         return super().forward(x)
@@ -141,6 +152,15 @@ def test_what_was_computed_is_not_computed_again(project: Path) -> None:
 def test_a_forward_that_returns_no_loss_is_planned_with_one(project: Path) -> None:
     found = json.loads(run("plan", "cfg.yaml", "--model", "factories:with_loss", "--json").stdout)
     assert found["activations"]["none"] > 0
+
+
+def test_a_recomputation_that_is_left_out_has_its_reason(project: Path) -> None:
+    """Torch keeps results of products, which this model changes."""
+    found = json.loads(run("plan", "cfg.yaml", "--model", "factories:in_place", "--seq-len", "8", "--json").stdout)
+    assert list(found["activations"]) == ["none", "full"]
+    (note,) = found["notes"]
+    assert note.startswith("activation_checkpointing selective is left out: ")
+    assert "has been mutated" in note
 
 
 def test_a_stretch_that_only_one_trace_has_is_covered_by_the_next_module() -> None:

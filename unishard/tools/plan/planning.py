@@ -171,8 +171,8 @@ def make_plan(
             if word not in traced:
                 try:
                     traced[word] = model.activations(micro, part, word)
-                except ModelError:
-                    note = f"activation_checkpointing {word} is left out: the model has no repeated blocks"
+                except ModelError as error:
+                    note = f"activation_checkpointing {word} is left out: {error}"
     else:
         together = ", and what ranks of a group send each other" if cfg.parallel.on else ""
         note = f"activations are left out{together}"
