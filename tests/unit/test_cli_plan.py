@@ -214,6 +214,14 @@ def test_traffic_between_ranks_of_a_group(project: Path, field: str, kind: str) 
     assert f" {kind} over 2 ranks in forward, " in " ".join(run(*ask, *size).stdout.split())
     unknown = json.loads(run(*ask, "--json", "--no-activations", *size).stdout)
     assert unknown["notes"] == ["activations are left out, and what ranks of a group send each other"]
+    assert alone["answers"]["parallel"] == {}
+    if field == "tensor":
+        own = next(
+            each for each in alone["candidates"] if (each["backend"], each["strategy"]) == ("fsdp", "full_shard")
+        )
+        less = (*ask, "--memory", str(own["reserved"][0] - 1))
+        assert json.loads(run(*less, "--json").stdout)["answers"]["parallel"] == {"tensor": 2}
+        assert "; with parallel.tensor: 2 it fits on these" in " ".join(run(*less).stdout.split())
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft 0.21.2 asks for it

@@ -13,10 +13,11 @@ from unishard.config.topology import Topology
 from unishard.contract import registry
 from unishard.contract.footprint import Collective
 from unishard.contract.model_shape import ModelShape, ParameterShape
-from unishard.errors import ConfigError
+from unishard.errors import ConfigError, ModelError
 from unishard.tools.plan.activations import Activations, Segment
 from unishard.tools.plan.candidates import STRATEGIES, candidates_of, wire_of, with_strategy
-from unishard.tools.plan.devices import DEVICES, device_named, parse_bytes, with_unit
+from unishard.tools.plan.devices import DEVICES, Device, device_named, parse_bytes, with_unit
+from unishard.tools.plan.planning import make_plan
 from unishard.tools.plan.questions import (
     gpus_needed,
     largest,
@@ -226,6 +227,40 @@ def test_questions_are_answered() -> None:
             cfg, shape, Topology(count, min(8, count)), trace(1, 4096), backends=["fsdp"], strategies=["full_shard"]
         )
         assert each.fits(16 * GIB) is fits
+
+
+class Cut:
+    """A llama of which experts are no part, and 8 heads."""
+
+    name = "llama"
+
+    def __init__(self, cfg: Config) -> None:
+        self.cfg, self.size = cfg, cfg.parallel.tensor.size
+
+    @property
+    def shape(self) -> ModelShape:
+        if self.cfg.parallel.expert.on or self.size > 8:
+            raise ModelError("cannot be cut")
+        whole = llama(layers=4)
+        cut = (replace(each, shape=(each.shape[0] // self.size, *each.shape[1:])) for each in whole.parameters)
+        return replace(whole, parameters=tuple(cut))
+
+    def activations(self, micro_batch_size: int, seq_len: int, recomputation: str | list[str]) -> Activations:
+        return activations(self.shape, micro_batch_size, seq_len)
+
+    def configured(self, cfg: Config) -> Cut:
+        return Cut(cfg)
+
+
+@pytest.mark.parametrize(("needed", "found"), [(1, {}), (2, {"tensor": 2}), (4, {"tensor": 4}), (16, {})])
+def test_the_smallest_size_of_layers_over_ranks_that_fits(needed: int, found: dict[str, int]) -> None:
+    """Where the config fits as it is, none is named, as where the size with which it would is refused."""
+    cfg, topology = config(sharding="no_shard"), Topology(32, 16)
+    peak = make_plan(cfg, Cut(cfg), topology, None, seq_len=64).own.reserved[0]
+    device = Device("", int(peak / needed * 1.1), 1, 1)
+    answers = make_plan(cfg, Cut(cfg), topology, device, seq_len=64).answers
+    assert answers is not None
+    assert answers.parallel == found
 
 
 def test_the_recommendation_is_the_cheapest_that_fits() -> None:

@@ -121,6 +121,10 @@ class PlannedModel:
         """The folder with `config.json`; None for a factory."""
         return self._folder
 
+    def configured(self, cfg: Config) -> PlannedModel:
+        """The same with another config."""
+        return PlannedModel(self.name, cfg)
+
     @property
     def shape(self) -> ModelShape:
         """The shape.

@@ -5,7 +5,7 @@ Imports no torch itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,10 +13,10 @@ from unishard.config import Config
 from unishard.config.topology import Topology
 from unishard.contract.footprint import Bytes
 from unishard.contract.model_shape import ModelShape
-from unishard.errors import ModelError
+from unishard.errors import ConfigError, ModelError
 from unishard.tools.plan import questions
 from unishard.tools.plan.activations import Activations, Exchanged
-from unishard.tools.plan.candidates import Candidate, candidates_of, wire_of
+from unishard.tools.plan.candidates import Candidate, candidate_of, candidates_of, wire_of
 from unishard.tools.plan.devices import Device
 
 
@@ -37,6 +37,10 @@ class Model(Protocol):
         """Those of a micro-batch."""
         ...
 
+    def configured(self, cfg: Config) -> Model:
+        """The same with another config."""
+        ...
+
 
 @dataclass(frozen=True)
 class Answers:
@@ -48,6 +52,8 @@ class Answers:
     """The longest that fits."""
     ranks: int | None
     """The fewest on which it fits; None if it never does."""
+    parallel: Mapping[str, int]
+    """Where it does not fit: the smallest sizes of `tensor` and `expert`, each alone, with which it does."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,7 @@ class Plan:
                 "micro_batch_size": self.answers.micro_batch_size,
                 "seq_len": self.answers.seq_len,
                 "ranks": self.answers.ranks,
+                "parallel": dict(self.answers.parallel),
             },
             "notes": [self.note] if self.note else [],
         }
@@ -222,4 +229,31 @@ def _answers(plan: Plan, model: Model, recomputation: str | list[str], device: D
             device.memory,
             plan.topology.local_world_size,
         ),
+        {} if configured.fits(device.memory) else dict(_degrees(plan, model, recomputation, device)),
     )
+
+
+def _degrees(plan: Plan, model: Model, recomputation: str | list[str], device: Device) -> Iterator[tuple[str, int]]:
+    """The fields of `parallel` that cut weights, with the smallest size with which the config fits."""
+    cfg = plan.cfg
+    part = -(-plan.seq_len // cfg.parallel.sequence.size)
+
+    def fits(field: str, size: int) -> bool:
+        cut = cfg.override(f"parallel.{field}.size={size}")
+        rank = model.configured(cut)
+
+        def beside(activations: Activations | None) -> bool:
+            found = candidate_of(cut, rank.shape, plan.topology, activations, cfg.backend, cfg.sharding.strategy)
+            return found.fits(device.memory)
+
+        return beside(None) and beside(rank.activations(cfg.training.micro_batch_size, part, recomputation))
+
+    for field in ("tensor", "expert"):
+        size = getattr(cfg.parallel, field).size
+        try:
+            while (size := 2 * size) <= plan.topology.local_world_size:
+                if fits(field, size):
+                    yield field, size
+                    break
+        except (ConfigError, ModelError):  # no plan, or heads or experts that the next size does not divide either
+            continue

@@ -147,7 +147,8 @@ def _answers(plan: Plan) -> Iterator[str]:
             f"needs {answers.ranks} rank{'s' * (answers.ranks > 1)}" if answers.ranks else "fits on no number of ranks"
         )
         sizes = f"the largest micro-batch is {answers.micro_batch_size}, the longest sequence {answers.seq_len}"
-        yield from wrap(f"{plan.own.strategy} on {plan.own.backend}: {sizes}; as it is, it {ranks}", _WIDTH)
+        cut = "".join(f"; with parallel.{field}: {size} it fits on these" for field, size in answers.parallel.items())
+        yield from wrap(f"{plan.own.strategy} on {plan.own.backend}: {sizes}; as it is, it {ranks}{cut}", _WIDTH)
     if plan.recommendation is not None:
         yield ""
         yield from wrap(f"recommendation: {plan.recommendation.reason}", _WIDTH)
