@@ -137,15 +137,6 @@ def test_planned_traffic_of_a_hybrid_model_is_that_of_a_run(backend, recomputati
     assert planned is None or found == [planned] * 2
 
 
-def test_sizes_of_attention_are_those_that_a_config_has(tmp_path):
-    llama(2).save_pretrained(tmp_path / "llama")
-    compressed = transformers.DeepseekV3Config(num_hidden_layers=1, first_k_dense_replace=1)
-    compressed.save_pretrained(tmp_path / "compressed")
-    cfg = unishard.Config()
-    assert tuple(PlannedModel(str(tmp_path / "llama"), cfg).attention) == (2, 4, 2, 4)
-    assert PlannedModel(str(tmp_path / "compressed"), cfg).attention is None
-
-
 @in_ranks(
     world=4,
     cells=(

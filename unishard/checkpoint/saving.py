@@ -42,11 +42,11 @@ class Snapshot(NamedTuple):
     """Small files to include, by their path in the checkpoint. Only rank 0's are used."""
     run: str | None = None
     """The run, which the manifest names. Only rank 0's is used."""
-    after: int = 0
-    """The highest number of a commit elsewhere that this one comes after. Only rank 0's is used."""
     other_run_present: bool = False
     """Whether the run began beside checkpoints of another one, so that the name of the checkpoint must name it. Only
     rank 0's is used."""
+    after: int = 0
+    """The highest number of a commit elsewhere that this one comes after. Only rank 0's is used."""
 
 
 class Retention(NamedTuple):
