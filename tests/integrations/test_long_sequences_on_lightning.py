@@ -314,9 +314,11 @@ def test_what_is_refused(backend):
     beside = refused(lambda: trainer(backend).fit(Beside(), loader()))
     size = refused(lambda: trainer(backend, {"parallel": {"sequence": 4}}).fit(Language(), loader()))
     other = refused(lambda: trainer(backend).fit(OtherSamples(), loader()))
+    prompts = refused(lambda: trainer(backend, {"parallel": {"tensor": 2}}).fit(Generates(), loader()))
     assert "splits the samples of one model, but Beside has parameters in model, head, its own attributes" in beside
     assert "is 4, which does not divide 2 ranks" in size
     assert "have read different ones" in other
+    assert "(parallel.tensor.size is 2), but have read different ones" in prompts
 
 
 class InFabric(lightning.LightningModule):

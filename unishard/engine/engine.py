@@ -119,7 +119,7 @@ class Engine(OtherNames, Process):
         )
         self._guarded = guarded_module(adapter, plan, order, self._evaluation)
         whole = None if sequences is None else WholeCalls(self, sequences, around.place, adapter.device)
-        self._routed = RoutedCalls(module, order.blocks, whole or self, self.generate)
+        self._routed = RoutedCalls(module, order.blocks, whole or self, self.generate, self._evaluation.require_shared)
         parameters = NamedParameters(adapter, order, tensors)
         self._weights = Weights(adapter, order, parameters, tensors, trainable, self._buffers, self._accumulation)
         self._gradients = Gradients(

@@ -126,15 +126,23 @@ class Evaluation:
 
     def run(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a forward or `generate` without a graph. Collective."""
-        if self._calls is not None:
-            words = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-            self._calls.require([each for each in words if not each.is_floating_point()])  # caches are of own heads
+        self.require_shared(*args, *kwargs.values())
         if self.lockstep_open is None:
             self._buffers.equalize_for_evaluation(kind)
             self._order.ranks.check_sampled(kind)
         elif self._adapter.forward_is_collective:
             self._take_turn(self.lockstep_open, kind, (args, kwargs))
         return self._run(kind, (args, kwargs))
+
+    def require_shared(self, *arguments: Any) -> None:
+        """Check that ranks that have layers together pass the same tokens. Collective among these.
+
+        Raises:
+            DataError: They do not.
+        """
+        if self._calls is not None:
+            words = [each for each in arguments if isinstance(each, Tensor)]
+            self._calls.require([each for each in words if not each.is_floating_point()])  # caches are of own heads
 
     def _run(self, kind: str, call: Call) -> Any:
         args, kwargs = call

@@ -25,7 +25,12 @@ class RoutedCalls:
     """Sends calls of a model to its engine until it is closed."""
 
     def __init__(
-        self, module: nn.Module, blocks: OpenBlocks, run: Callable[..., Any], generate: Callable[..., Any]
+        self,
+        module: nn.Module,
+        blocks: OpenBlocks,
+        run: Callable[..., Any],
+        generate: Callable[..., Any],
+        require_shared: Callable[..., None],
     ) -> None:
         """Route nothing yet.
 
@@ -34,10 +39,11 @@ class RoutedCalls:
             blocks: Whether a forward of the engine runs, in which calls are the model's own.
             run: The engine's forward.
             generate: The engine's.
+            require_shared: Checks what is passed to a model that generates inside a forward.
         """
         self._module = module
         self._blocks = blocks
-        self._run, self._generate = run, generate
+        self._run, self._generate, self._require_shared = run, generate, require_shared
         self._classes: dict[nn.Module, type[nn.Module]] = {}
         self._entered = False
         """Whether the model's own call runs."""
@@ -118,7 +124,10 @@ class RoutedCalls:
     def _generate_of_part(self, part: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(own)
         def generate(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._blocks.forward or module is not part:
+            if module is not part:
+                return own(module, *args, **kwargs)
+            if self._blocks.forward:
+                self._require_shared(*args, *kwargs.values())
                 return own(module, *args, **kwargs)
             with self._replaced("generate", MethodType(own, part)):
                 return self._generate(*args, **kwargs)

@@ -64,10 +64,10 @@ class BlockProof:
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
 
     def _after_first(self, module: nn.Module, args: object, output: object) -> None:
-        self._last.remove()
         self._eager.close()
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        self._last.remove()  # not in itself: torch goes over such hooks where a forward failed
         if not torch.is_grad_enabled():  # no update will come
             self._prove([block for block in self._blocks if not block.proved], gradients=False)
 
