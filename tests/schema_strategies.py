@@ -71,7 +71,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                     loss_chunk_tokens=st.none() if isinstance(compiled, dict) else st.none() | positive,
                     last_window=st.sampled_from(("step", "drop")),
                     seed=st.integers(0, 2**32 - 1),
-                ),
+                ).flatmap(_ramped),
                 communication=some(**sizes),
                 checkpoint=_checkpoints(),
                 logging=_logs(),
@@ -80,6 +80,13 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
             )
         ),
     }
+
+
+def _ramped(training: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """A `training` section, with or without a batch that grows."""
+    steps = training.get("gradient_accumulation_steps", 1)
+    ramp = [[0, steps]] if steps == 1 else [[0, 1], [5, steps]]
+    return st.sampled_from((training, training | {"batch_ramp": ramp}))
 
 
 @st.composite

@@ -83,6 +83,11 @@ class Run(NamedTuple):
     positions: list[dict[str, Any]]
 
 
+def full(window: int) -> Callable[[int], int]:
+    """Those of some batches that are in full windows."""
+    return lambda batches: batches - batches % window
+
+
 def run(
     world: int,
     *,
@@ -107,7 +112,7 @@ def run(
     epochs: list[list[list[int]]] = []
     for _ in range(loaders[0].epoch, EPOCHS):
         readings = [
-            LoaderPass(loader, batches, accumulate if drop_window else 1)
+            LoaderPass(loader, batches, full(accumulate if drop_window else 1))
             for loader, batches in zip(loaders, done, strict=True)
         ]
         done = [0] * world
@@ -218,8 +223,8 @@ def test_a_loader_of_others_goes_on_at_the_same_number_of_ranks(kind, workers, w
     torch.manual_seed(0)
     make = LOADERS[kind]
     loader = make(workers)
-    first, stops = epoch_of_others(LoaderPass(loader, 0, window), window)
-    second, _ = epoch_of_others(LoaderPass(loader, 0, window), window)
+    first, stops = epoch_of_others(LoaderPass(loader, 0, full(window)), window)
+    second, _ = epoch_of_others(LoaderPass(loader, 0, full(window)), window)
     assert first != second
     for updates, stop in ((1, stops[0]), (2, stops[1]), (len(stops), stops[-1])):
         fresh = make(workers)
@@ -227,7 +232,7 @@ def test_a_loader_of_others_goes_on_at_the_same_number_of_ranks(kind, workers, w
         saved = unpack(json.loads(json.dumps(value)), tensors.__getitem__)
         torch.set_rng_state(stop.random)
         done = position.resume(fresh, [saved, saved], 2, 0, 2)
-        rest = LoaderPass(fresh, done, window)
+        rest = LoaderPass(fresh, done, full(window))
         assert len(rest) == 7 - (updates * window if updates < len(stops) else 0)
         seen, _ = epoch_of_others(rest, window)
         assert seen == (first[updates:] if updates < len(stops) else second), f"stopped after {updates} updates"
@@ -236,7 +241,7 @@ def test_a_loader_of_others_goes_on_at_the_same_number_of_ranks(kind, workers, w
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_loader_of_others_is_refused_where_it_cannot_go_on():
     loader = unishard.dataloader(range(8), config("fsdp"))
-    theirs, ours = LoaderPass(foreign(0, 2, 0), 0, 1).position(), LoaderPass(loader, 0, 1).position()
+    theirs, ours = LoaderPass(foreign(0, 2, 0), 0, full(1)).position(), LoaderPass(loader, 0, full(1)).position()
     with pytest.raises(DataError, match="StatefulDataLoader was saved on 2 ranks and cannot be resumed on 4"):
         position.resume(foreign(0, 4, 0), [theirs, theirs], 2, 0, 4)
     with pytest.raises(DataError, match=r"a unishard\.dataloader, but this run uses a StatefulDataLoader"):
@@ -247,7 +252,7 @@ def test_a_loader_of_others_is_refused_where_it_cannot_go_on():
 
 def test_a_loader_of_torch_says_why_it_starts_over():
     loader = LOADERS["shuffled"](0)
-    where = LoaderPass(loader, 0, 1).position()
+    where = LoaderPass(loader, 0, full(1)).position()
     other = DataLoader(range(25), batch_size=5)
     ours = unishard.dataloader(range(8), config("fsdp"))
     for now, world, why in (

@@ -31,9 +31,9 @@ def type_in_words(kind: Any, metadata: Iterable[Any] = (), *, plural: bool = Fal
         parts = [type_in_words(arg, metadata) for arg in args]
         return (", or " if any(" " in part for part in parts[:-1]) else " or ").join(parts)
     if origin is list:
-        return f"a list of {type_in_words(args[0], plural=True)}"
+        return f"{'lists' if plural else 'a list'} of {type_in_words(args[0], plural=True)}"
     if origin is tuple:
-        return f"a list of {len(args)} {type_in_words(args[0], plural=True)}"
+        return f"{'lists' if plural else 'a list'} of {len(args)} {type_in_words(args[0], plural=True)}"
     if origin is dict:
         return (
             "a mapping of names to "

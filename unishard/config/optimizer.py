@@ -10,13 +10,9 @@ from pydantic import BeforeValidator, Field
 from unishard.config.patterns import Pattern
 from unishard.config.relevance import Not, OffAt, OnlyWith
 from unishard.config.section import Section
-from unishard.config.spellings import Spellings, lower
+from unishard.config.spellings import Spellings, lower, pair
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-def _pair(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 _ADAM = ("adamw", "adam")
@@ -81,7 +77,7 @@ class Optimizer(Section):
     moments of 8 bits, by the kernels of bitsandbytes (the extra `adamw8bit`)."""
     lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
     """Learning rate, before the schedule; with `muon` that of its matrices."""
-    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(_pair), _of(*_ADAM, "adamw_8bit", "lion", "muon")] = (
+    betas: Annotated[tuple[Fraction, Fraction], BeforeValidator(pair), _of(*_ADAM, "adamw_8bit", "lion", "muon")] = (
         Field(default_factory=_default("betas", (0.9, 0.999)))
     )
     """Decay rates of the moments, of `adamw`, `adamw_8bit` and `adam` (default 0.9, 0.999) and `lion` (default 0.9,

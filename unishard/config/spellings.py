@@ -24,6 +24,11 @@ class Spellings:
         return {"anyOf": [words, {"type": "string", "pattern": in_any_case((*words["enum"], *self.aliases))}]}
 
 
+def pair(value: Any) -> Any:
+    """Two values, which YAML and JSON give as a list."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def lower(value: Any) -> Any:
     """A word in lower case; anything else as it is."""
     return value.lower() if isinstance(value, str) else value

@@ -68,6 +68,7 @@ FALLBACKS: Mapping[str, Rule] = {
             "offload.activations": "call the model under torch.autograd.graph.save_on_cpu(pin_memory=True)",
             "activation_checkpointing": "checkpoint the model's blocks",
             "training.gradient_accumulation_steps": "accumulate gradients over micro-batches",
+            "training.batch_ramp": "accumulate over fewer micro-batches in the first updates",
             "training.gradient_clipping": "clip the gradient norm",
             "training.backward_calls": "call backward for each part of the loss, and reduce gradients in the last call",
             "training.loss_chunk_tokens": "compute the logits and the loss of a few tokens at a time",

@@ -73,6 +73,7 @@ LOOP: Mapping[str, Rule] = {
     "training.gradient_accumulation_steps": done_by_unishard(
         "`backward` divides the loss by it, `step` updates at the end of a window"
     ),
+    "training.batch_ramp": done_by_unishard("the length of a window depends on the updates before it"),
     "training.global_batch_size": done_by_unishard("compared with micro-batch x accumulation x ranks"),
     "training.gradient_clipping": done_by_unishard(
         "fp32 L2 norm over all ranks, formula of `torch.nn.utils.clip_grad_norm_`"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
@@ -67,20 +67,22 @@ class LoaderPass(Iterable[Any]):
     next epoch and not the end of this one.
     """
 
-    def __init__(self, loader: StatefulLoader, done: int, window: int, around: Iterable[Any] | None = None) -> None:
+    def __init__(
+        self, loader: StatefulLoader, done: int, used: Callable[[int], int], around: Iterable[Any] | None = None
+    ) -> None:
         """Create a pass; nothing is read yet.
 
         Args:
             loader: This rank's loader.
             done: Batches of the epoch that were read before the loader's state was loaded.
-            window: Length of the accumulation windows if an incomplete last one is dropped, else 1.
+            used: Of so many batches, those that are trained on; the others, of an incomplete last window, are dropped.
             around: What reads the loader and yields its batches, such as a progress bar; by default nothing does.
         """
         self.before: Position | None = None
         """The position at the last call of `keep`."""
         self.exact = True
         """Whether what is around the loader has yielded each batch as soon as it was read."""
-        self._loader, self._done, self._window = loader, done, window
+        self._loader, self._done, self._used = loader, done, used
         self._around = loader if around is None else around
 
     @property
@@ -101,15 +103,15 @@ class LoaderPass(Iterable[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         left = length_of(self)
-        last = None if left is None else left - left % self._window
         before = self._loader.yielded if isinstance(self._loader, ShareLoader) else 0
         batches = iter(self._around)
         self.keep()
         for number, batch in enumerate(batches, 1):
-            rest = list(islice(batches, self._window)) if number == last else []
+            dropped = -1 if left is None or number != self._used(left) else left - number
+            rest = list(islice(batches, dropped + 1))
             if isinstance(self._loader, ShareLoader):
                 self.exact = self.exact and self._loader.yielded - before == number + len(rest)
-            over = number == last and len(rest) < self._window
+            over = len(rest) <= dropped
             self._done = 0 if over else self._done + 1 + len(rest)
             yield batch
             yield from rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
 import torch
@@ -40,8 +41,6 @@ class LoopPlace:
         """What has raised an error in this window: the forward or the backward."""
         self.gradients_read = False
         """Whether the gradients of this window are final."""
-        self.full_window = self.window = training.gradient_accumulation_steps
-        """Micro-batches in a full accumulation window, and in the current one."""
         self.micro_batch = 0
         """Micro-batches of the current window that are done."""
         self.backward_calls, self.calls = training.backward_calls, 0
@@ -50,6 +49,11 @@ class LoopPlace:
         """Whether the caller says where the current window ends, see `set_boundary`."""
         self.updates = 0
         """Accumulation windows that have ended."""
+        self._training = training
+        self.full_window = self.window = training.accumulation_at(0)
+        """Micro-batches in a full window of the coming update, and in the current window."""
+        self._said = False
+        """Whether a loop says how long that is."""
         self.writes = 0
         """How often the engine itself has written weights other than by an update."""
         self.gathered = False
@@ -67,6 +71,15 @@ class LoopPlace:
         return f"evaluation, after update {self.updates}"
 
     # -- what others ask ---------------------------------------------------------------------------
+
+    def full_windows(self, batches: int) -> tuple[int, int]:
+        """How many full windows so many batches give from the coming update on, and the batches in them."""
+        windows = used = 0
+        for end in [*(first for first, _ in self._training.batch_ramp or ()), math.inf]:
+            length = self._training.accumulation_at(self.updates + windows)
+            more = int(min((batches - used) // length, max(0, end - self.updates - windows)))
+            windows, used = windows + more, used + more * length
+        return windows, used
 
     @property
     def begins_window(self) -> bool:
@@ -109,6 +122,11 @@ class LoopPlace:
         return bool(self.micro_batch) and not self.pushed
 
     @property
+    def ramps(self) -> bool:
+        """Whether the config says how the windows grow."""
+        return self._training.batch_ramp is not None
+
+    @property
     def gradients_not_final(self) -> bool:
         """Whether the last backward of a window has not run, or its step has."""
         return self.phase is not Phase.BACKWARD_DONE or not self.last
@@ -122,12 +140,12 @@ class LoopPlace:
 
     def begin_window(self, length: int) -> None:
         """Begin a new window, once the last one has ended."""
-        self.window, self.discarded, self.pushed = length, False, False
+        self.window, self.discarded, self.pushed, self._said = length, False, False, True
 
-    def leave_loop(self, window: int) -> None:
-        """Go back to the windows of the loop around it."""
+    def leave_loop(self, window: int | None) -> None:
+        """Go back to the windows of the loop around it, or to those by hand."""
         if not self.micro_batch:
-            self.window = window
+            self.window, self._said = window or self.full_window, window is not None
 
     def count_as_discarded(self, discarded: bool) -> None:
         """Say whether the window before the loop was discarded, after a loop that has made no update."""
@@ -173,9 +191,9 @@ class LoopPlace:
 
     def end_window(self) -> None:
         """End the window after its update was made or skipped."""
-        self.window, self.micro_batch, self.pushed, self.gradients_read = self.full_window, 0, False, False
-        self.updates += 1
-        self.looks_at_update = self._sampling.next_update(self.full_window)
+        self.micro_batch, self.pushed, self.gradients_read, self._said = 0, False, False, False
+        self.resume(self.updates + 1)
+        self.looks_at_update = self._sampling.next_update(self.window)
 
     def discard_window(self) -> None:
         """Discard the window after its gradients were dropped."""
@@ -186,8 +204,10 @@ class LoopPlace:
         self.discarded = True
 
     def resume(self, updates: int) -> None:
-        """Go on after so many updates of another run."""
-        self.updates = updates
+        """Go on after so many updates, of this run or of another one."""
+        self.updates, self.full_window = updates, self._training.accumulation_at(updates)
+        if not (self._said or self.pushed):
+            self.window = self.full_window
 
     def wrote(self) -> None:
         """Count a write of weights by the engine."""

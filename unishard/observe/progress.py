@@ -19,7 +19,6 @@ from rich.table import Column
 from torch import Tensor
 
 from unishard.contract.results import Step
-from unishard.data.batches import length_of
 from unishard.observe.destinations.progress import short
 from unishard.observe.observer import Observer
 
@@ -48,26 +47,21 @@ class Progress(Observer):
 
     def __init__(
         self,
-        loader: Iterable[Any],
-        window_length: int,
+        total: int | None,
         device: torch.device,
         *,
-        drop: bool,
         readers: int = 1,
         console: Console | None = None,
     ) -> None:
         """Start the display.
 
         Args:
-            loader: Its length, if known, gives the total number of optimizer steps.
-            window_length: Micro-batches per optimizer step.
+            total: Optimizer steps in all, if known.
             device: The device whose memory is shown; for a CPU, the memory of this process.
-            drop: Whether an incomplete last window is dropped.
             readers: Ranks, or groups of them that share samples.
             console: Where to print; default: standard error.
         """
-        batches = length_of(loader)
-        self._total = None if batches is None else batches // window_length if drop else -(-batches // window_length)
+        self._total = total
         self._device = device
         self._readers = readers
         self._unit = "tokens"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 import torch
@@ -106,21 +106,21 @@ class Batching:
         )  # inside lockstep, ranks may have different numbers of batches
         inner, source = unwrapped(loader), loader
         check = partial(self._checks.begin, inner, training=training, together=together, updates=order.place.updates)
-        drop, length = training and self._drop_last, order.place.full_window
-        reading = self.training.begin(loader, inner, length if drop and lengths is None else 1) if training else None
+        drop = training and self._drop_last
+        reading = self.training.begin(loader, inner, drops=drop and lengths is None) if training else None
         if reading is not None and reading.reading is not None:
             source = reading.reading
-        if reading is not None and (left := length_of(source)) is not None:
-            reading.length = left - left % length if drop and lengths is None else left
+        if reading is not None:
+            reading.length = length_of(source)
         bar = (
-            Progress(source, length, self._device, drop=drop, readers=self._readers)
+            Progress(self._updates_of(length_of(source), drop=drop), self._device, readers=self._readers)
             if progress and dist.get_rank() == 0
             else None
         )
         outer = self._observers.show(bar)
         empty = True
         try:
-            sizes = repeat(length) if lengths is None else lengths
+            sizes = iter(lambda: order.place.full_window, 0) if lengths is None else lengths
             with self._following(loader, inner, told=reading is not None and reading.told) as look:
                 for window in windows(
                     source,
@@ -145,7 +145,7 @@ class Batching:
                         self.training.advance(reading)
             if reading is not None:
                 reading.complete = True
-                order.begin_window(length)
+                order.begin_window(order.place.full_window)
                 reading.length = reading.batches if lengths is None else reading.length
             if empty and again and isinstance(loader, Iterator):
                 self._warn(
@@ -175,11 +175,18 @@ class Batching:
         if not self._module.training:
             return length_of(loader)
         left = self.training.left(loader, unwrapped(loader))
-        return None if left is None else left - left % self._order.place.full_window if self._drop_last else left
+        return None if left is None else self._order.place.full_windows(left)[1] if self._drop_last else left
 
     def _windows_left(self, loader: Iterable[Any], lengths: Iterable[int] | None) -> int | None:
-        left = None if lengths is not None else self._length(loader)
-        return None if left is None else -(-left // self._order.place.full_window)
+        return None if lengths is not None else self._updates_of(self._length(loader))
+
+    def _updates_of(self, batches: int | None, *, drop: bool = False) -> int | None:
+        if batches is None:
+            return None
+        if not self._module.training:
+            return -(-batches // self._order.place.full_window)
+        windows, used = self._order.place.full_windows(batches)
+        return windows + (used < batches and not drop)
 
     # -- what hides a loader -----------------------------------------------------------------------
 

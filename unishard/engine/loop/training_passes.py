@@ -21,7 +21,7 @@ _Resumed = tuple[Sequence[Position], int]
 class TrainingPass:
     """One pass over a loader in training mode."""
 
-    def __init__(self, place: LoopPlace, around: TrainingPass | None, inner: Any = None) -> None:
+    def __init__(self, place: LoopPlace, around: TrainingPass | None, inner: Any, *, drops: bool) -> None:
         self.reading: LoaderPass | None = None
         """The loader with its position; None if it has none."""
         self.around = around
@@ -33,7 +33,8 @@ class TrainingPass:
         self.data, _ = epochs.reference(getattr(inner, "dataset", inner))
         self.batches = 0
         self.length: int | None = None
-        """How many batches its windows had, and how many they will have in all; None if unknown."""
+        """How many batches its windows had, and how many there are in all; None if unknown."""
+        self._place, self._drops = place, drops
         self.kept: Position | None = None
         """The position after the last update that was made in it."""
         self.resumed: _Resumed | None = None
@@ -48,7 +49,11 @@ class TrainingPass:
     @property
     def over(self) -> bool:
         """Whether nothing is left to read."""
-        return self.batches == self.length
+        return self.length is not None and self.batches == self.used(self.length)
+
+    def used(self, batches: int) -> int:
+        """Of so many batches in all, those in its windows; the others are dropped."""
+        return self.batches + self._place.full_windows(batches - self.batches)[1] if self._drops else batches
 
     @property
     def inside(self) -> bool:
@@ -135,13 +140,13 @@ class TrainingPasses:
         """Whether a loop over a training loader runs."""
         return self._now is not None and (self._now.open or self._now.inside)
 
-    def begin(self, loader: Iterable[Any], inner: Iterable[Any], window: int) -> TrainingPass:
+    def begin(self, loader: Iterable[Any], inner: Iterable[Any], *, drops: bool) -> TrainingPass:
         """Begin a pass, at the resumed position if no loader has used that yet.
 
         Args:
             loader: What the loop reads.
             inner: The loader in it.
-            window: As in `LoaderPass`.
+            drops: Whether an incomplete last window is dropped.
 
         Raises:
             ContractError: It is inside an accumulation window of another loop.
@@ -150,7 +155,7 @@ class TrainingPasses:
         self._settle()
         if self._now is not None and not self._now.open:
             self._now.around = None  # else each pass would keep all before it
-        begun = TrainingPass(self._place, self._now, inner)
+        begun = TrainingPass(self._place, self._now, inner, drops=drops)
         if begun.inside and self._place.inside_window:
             raise ContractError(
                 "a loop over engine.batches() in training mode began inside an accumulation window of the loop around "
@@ -163,7 +168,7 @@ class TrainingPasses:
             if isinstance(inner, ShareLoader):
                 inner.require_enough_samples()
                 self._epochs.join(inner)
-            begun.reading = LoaderPass(positioned, done, window, loader if positioned is inner else positioned)
+            begun.reading = LoaderPass(positioned, done, begun.used, loader if positioned is inner else positioned)
         elif self.resumed is not None:
             begun.told = True
             self._warn(
@@ -208,7 +213,7 @@ class TrainingPasses:
         if self._now not in (ended, None):
             return  # another loop has read a window since, whose length counts
         window, discarded, phase = ended.before
-        place.leave_loop(window if ended.inside else place.full_window)
+        place.leave_loop(window if ended.inside else None)
         if self._now is None or ended.trained or place.updates != self._updates or place.discarded:
             return
         self._now = ended.around

@@ -70,6 +70,8 @@ WRONG: Mapping[str, Row] = {
     "set_boundary": _CLOSED
     | {
         Phase.BACKWARD_DONE: "set_boundary was called after backward; call engine.step() first, then set_boundary",
+        "ramps": "training.batch_ramp says how long windows are, but the loop or its framework says where each one "
+        "ends; remove training.batch_ramp",
         "length_known": "set_boundary was called after {micro_batch} of {window} micro-batches of a window; call it "
         "before each forward from the first one on, and not in a loop over engine.batches or engine.windows",
     },

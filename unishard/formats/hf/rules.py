@@ -287,6 +287,14 @@ _OWN: Mapping[str, Rule] = {
     "training.gradient_accumulation_steps": copied(
         "training.gradient_accumulation_steps", "gradient_accumulation_steps"
     ),
+    "training.batch_ramp": exact(
+        "none: every update has gradient_accumulation_steps",
+        needs_input(
+            "set",
+            lambda cfg: cfg.training.batch_ramp is not None,
+            "Trainer has one number for all updates",
+        ),
+    ),
     "training.global_batch_size": exact("per_device_train_batch_size x gradient_accumulation_steps x ranks"),
     "training.gradient_clipping": exact(
         "max_grad_norm", to=lambda cfg, topology: {"max_grad_norm": cfg.training.gradient_clipping or 0.0}
