@@ -210,5 +210,5 @@ COMPILED = Values(takes=_mapping_of(COMPILE))
 
 CHECKPOINTS = "only affects checkpoints"
 FILES = "belongs to DeepSpeed's own offload to files, in whose place unishard keeps files itself; remove it"
-SWAPS = "how DeepSpeed reads and writes files, which unishard keeps itself; affects only time and memory"
+SWAPS = "how DeepSpeed moves files, which unishard keeps itself; affects only time"
 OWN_CHECKPOINTS = "only affects DeepSpeed's own checkpoints; remove it"
