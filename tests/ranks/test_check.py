@@ -15,6 +15,7 @@ from unishard.testing import run_ranks
 
 REFUSED = {
     "unsupported": "precision: {compute: bf16, accumulate: bf16}\n",
+    "disk": "offload: {optimizer: nvme, nvme_path: /dev/shm}\n",
     "approximate": "strict: true\nbackend: deepspeed\nnative: {deepspeed: {zero_optimization: {zero_quantized_weights: "
     "true}}}\n",
     "package": "optimizer: lion\n",

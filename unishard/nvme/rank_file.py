@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from unishard.errors import BackendError, ConfigError, Problem
+from unishard.nvme.file_systems import file_system_of, in_memory, is_over_network
 
 ALIGNED = 4096
 """Bytes: of what offsets, lengths and addresses are multiples, without which O_DIRECT reads and writes nothing."""
-_IN_MEMORY = ("tmpfs", "ramfs")
-_OVER_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "beegfs", "gpfs", "fuse.sshfs", "9p")
 _Call = Callable[[int, list[memoryview], int], int]
 _FIELD = "offload.nvme_path"
 
@@ -41,16 +40,16 @@ class RankFile:
         """
         self.directory, self._rank = directory, rank
         try:
+            if problem := in_memory(directory):
+                raise refusal(problem)
             directory.mkdir(parents=True, exist_ok=True)
             self.kind = file_system_of(directory)
             """The file system."""
-            if self.kind in _IN_MEMORY:
-                raise refusal(f"{directory} is a {self.kind}, whose files lie in memory; name a directory on a disk")
             self._descriptor = _nameless(directory)
         except OSError as error:
             raise refusal(f"{directory} cannot be used: {error.strerror}; name a directory on a disk") from error
         self._direct = _reopened_direct(self._descriptor)
-        self.over_network = self.kind in _OVER_NETWORK
+        self.over_network = is_over_network(self.kind)
         """Whether reads and writes leave the node."""
         self.free = shutil.disk_usage(directory).free
         """Bytes, before a rank has allocated any."""
@@ -117,17 +116,6 @@ def aligned_buffer(nbytes: int) -> tuple[memoryview, Tensor]:
     """Memory for reads and writes, and the same as a tensor of bytes."""
     memory = mmap.mmap(-1, -(-nbytes // ALIGNED) * ALIGNED, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return memoryview(memory), torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def file_system_of(directory: Path) -> str:
-    """The type of the file system that a directory is on, such as `ext4`; empty if Linux does not say."""
-    device = os.stat(directory).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(" - ")[2].split()[0] for line in mounts if line.split()[2] == number), "")
 
 
 def _nameless(directory: Path) -> int:

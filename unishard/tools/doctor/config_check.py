@@ -23,6 +23,7 @@ from unishard.contract.rules import Fit
 from unishard.contract.translate import require_installed
 from unishard.engine.state.lineage import Lineage
 from unishard.errors import BackendError, CheckpointError, ConfigError, Problem
+from unishard.nvme.file_systems import in_memory
 from unishard.observe.destinations import table
 from unishard.tools.doctor.imports import quietly
 
@@ -38,6 +39,8 @@ def refusals_of(cfg: Config, topology: Topology) -> Iterator[Problem]:
     yield from unknown
     if cfg.backend in registry.available():
         yield from _refused_by_backend(cfg, topology)
+    if cfg.offload.nvme_path is not None and (problem := in_memory(Path(cfg.offload.nvme_path))):
+        yield Problem("offload.nvme_path", problem)
     yield from _checkpoint_refusals(cfg.checkpoint)
     yield from _raised_by(lambda: store.require_installed(cfg.checkpoint))
     yield from _raised_by(lambda: table.require_installed(cfg.logging))
