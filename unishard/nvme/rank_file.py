@@ -39,6 +39,8 @@ class RankFile:
             ConfigError: The directory cannot be used, or lies in memory.
         """
         self.directory, self._rank = directory, rank
+        if not hasattr(os, "posix_fallocate"):
+            raise refusal("needs Linux; set offload.params and offload.optimizer to cpu")
         try:
             if problem := in_memory(directory):
                 raise refusal(problem)
