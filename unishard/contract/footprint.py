@@ -291,8 +291,8 @@ def with_slices(footprint_of: FootprintOf, shape: ModelShape, cfg: Config, topol
             local_rank=0,
         )
         own = tuple(replace(each, slices=1) for each in shape.parameters if each.slices == slices)
-        alone = footprint_of(replace(shape, parameters=own), _without_parts(cfg, slices), holders)
-        traffic += [each._replace(stride=each.stride * slices) for each in alone.traffic]
+        sharded = footprint_of(replace(shape, parameters=own), _without_parts(cfg, slices), holders)
+        traffic += [each._replace(stride=each.stride * slices) for each in sharded.traffic]
     return replace(footprint, traffic=tuple(traffic))
 
 

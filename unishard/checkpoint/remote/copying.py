@@ -36,7 +36,7 @@ class Node(NamedTuple):
         return 0 in self.ranks
 
     def copies(self, file: str) -> bool:
-        """Whether it copies a file: those of its ranks, and where rank 0 is, all that no rank has written alone."""
+        """Whether it copies a file: those of its ranks, and where rank 0 is, what all ranks share."""
         match = _RANK.fullmatch(file)
         return (int(match[1]) % self.world if match else 0) in self.ranks
 

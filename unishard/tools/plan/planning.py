@@ -53,7 +53,7 @@ class Answers:
     ranks: int | None
     """The fewest on which it fits; None if it never does."""
     parallel: Mapping[str, int]
-    """Where it does not fit: the smallest sizes of `tensor` and `expert`, each alone, with which it does."""
+    """Where it does not fit: the smallest sizes of `tensor` and `expert`, each by itself, with which it does."""
 
 
 @dataclass(frozen=True)
