@@ -99,7 +99,7 @@ versions: $(READY) ## Try other versions, an environment each (hours); ONLY=torc
 
 # Each benchmark in turn; the machine should do nothing else meanwhile.
 bench: $(READY) ## Measure steps beside loops by hand and frameworks' own, translations, saves, starts; ONLY="peers frameworks" for some, BUDGET= seconds of these.
-	$(foreach each,$(or $(ONLY),overhead calls translate checkpoint stream scale peers frameworks sequence parallel muon held first_step goodput),$(BIN)/python -m benchmarks.$(each) $(if $(wildcard benchmarks/$(each)/measured.json),--write)\
+	$(foreach each,$(or $(ONLY),peers desync calls translate checkpoint stream scale frameworks sequence parallel muon held first_step goodput),$(BIN)/python -m benchmarks.$(each) $(if $(wildcard benchmarks/$(each)/measured.json),--write)\
 	  $(if $(BUDGET),$(if $(filter peers frameworks,$(each)),--seconds $(BUDGET))) &&) true
 
 # JOBS=4 runs pieces side by side, but for those that measure. Not by way of .venv: a machine with a GPU may have its own

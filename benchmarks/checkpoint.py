@@ -204,11 +204,8 @@ def fsdp(shape: dict[str, Any], root: str, rounds: int) -> list[Line]:
         ours, theirs, plain = in_turns(rounds, our_save, their_save, plain_write)
         lines = [line("fsdp full_shard: save / get_state_dict + dcp.save", ours, theirs, state)]
         lines.append(line("fsdp full_shard: save / as many bytes written and fsync", ours, plain, state))
-        lines.append(
-            line(
-                "fsdp full_shard: export / gather + save_pretrained", *in_turns(rounds, our_export, their_export), state
-            )
-        )
+        ours, theirs = in_turns(rounds, our_export, their_export)
+        lines.append(line("fsdp full_shard: export / gather + save_pretrained", ours, theirs, state))
         with folder(place, "ours") as our_place, folder(place, "theirs") as their_place:
             checkpoint = engine.save(our_place)
             dcp.save(by_hand(engine), checkpoint_id=their_place)
@@ -302,10 +299,9 @@ def background(backend: str, strategy: str, shape: dict[str, Any], place: Path, 
             with folder(place, "now") as path:
                 return measured(both)
 
+        returned, written = in_turns(rounds, blocking, complete)
         return line(
-            f"{backend} {strategy}: async_save, until it returns / until it is there",
-            *in_turns(rounds, blocking, complete),
-            held(engine),
+            f"{backend} {strategy}: async_save, until it returns / until it is there", returned, written, held(engine)
         )
 
 

@@ -16,8 +16,8 @@ from benchmarks.calls import Calls, recorder
 from benchmarks.frameworks.cases import SIDES, Case
 from benchmarks.frameworks.loops import training_of
 from benchmarks.frameworks.paused import Paused
-from benchmarks.overhead import timed
 from benchmarks.peers.turns import WARM_UP, Turns, slowest
+from benchmarks.timed import timed
 from unishard.failures import collective_check
 
 __all__ = ["Side", "calls_of", "take_turns"]

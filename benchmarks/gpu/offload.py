@@ -67,7 +67,7 @@ def race(
 ) -> tuple[list[Curve], list[Curve]]:
     """Curves with offload, and without."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # would change the timing
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # would change the timing
     resident = [once(backend, strategy, device, turn, {}) for turn in range(min(repeats, _CONTROLS))]
     return [once(backend, strategy, device, turn, {"offload": offload}) for turn in range(repeats)], resident
 

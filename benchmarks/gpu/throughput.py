@@ -78,7 +78,8 @@ def run(report: Report, size: str) -> None:
         name = f"{backend} full_shard, {plan.size}"
         answer = attempt(report, name, lambda b=backend: windows_of(b, "full_shard", plan))
         if answer is not None:
-            judge(report, name, plan, *answer, peak)
+            ours, hand = answer
+            judge(report, name, plan, ours, hand, peak)
 
 
 def judge(report: Report, name: str, plan: Plan, ours: list[Window], hand: list[Window], peak: float | None) -> None:

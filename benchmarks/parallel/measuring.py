@@ -8,7 +8,6 @@ from itertools import count
 
 from torch import Tensor
 
-from benchmarks.overhead import timed
 from benchmarks.parallel.loops import (
     WORLD,
     Loop,
@@ -20,6 +19,7 @@ from benchmarks.parallel.loops import (
     through_unishard,
 )
 from benchmarks.peers.turns import Side, counted, held
+from benchmarks.timed import timed
 
 WARM_UP = 11
 """Steps before those that are timed: in the first ten unishard compares each call of the ranks before its

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from benchmarks.overhead import timed
 from benchmarks.peers.cell import Cell
 from benchmarks.peers.loops import config, loop_of
+from benchmarks.timed import timed
 from dev.ranks.counting import peak_of, storages
 from dev.ranks.recording import Event, Recorder
 from unishard.config.topology import Topology

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from benchmarks.overhead import timed
 from benchmarks.sequence.training import GROUP, Candidate, accelerate_on_deepspeed, through_unishard
+from benchmarks.timed import timed
 from dev.ranks.counting import peak_of
 from unishard.testing import run_ranks
 

@@ -130,13 +130,13 @@ def _ended(process: int) -> bool:
 def die_in_the_background(folder: str, backend: str, victim: int = 1) -> None:
     """A run that saves in the background; one rank is killed in the second save."""
     engine = prepared(backend, checkpoint={"dir": str(Path(folder, "checkpoints")), "async_save": True})
-    write = saving.write
+    write = saving.write  # type: ignore[attr-defined]
     for number, batch in enumerate(own_share(20), start=1):
         if number in (BAD, BAD + 1):
             engine.save()
         if number == BAD:
             engine.wait()
-            saving.write = lambda *args, **kwargs: (
+            saving.write = lambda *args, **kwargs: (  # type: ignore[attr-defined]
                 end("kill", folder) if my_rank() == victim else write(*args, **kwargs)
             )
         if number > BAD:
