@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_from_its_stable_phase_is_the_longer_run() -> None:
     for _ in range(6):
         first.advance()
     second = Schedule(Scheduler.model_validate({**section, "total_steps": 20}), (again := optimizer()).param_groups)
-    second.resume(ScheduleFacts(**first.facts()), [])
+    second.resume(ScheduleFacts(**first.facts()), None)
     for row in longer[6:]:
         assert [group["lr"] for group in again.param_groups] == row
         second.advance()

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 from unishard.config import Config
-from unishard.contract.training_facts import ScheduleFacts
+from unishard.contract.training_facts import GroupRecord, ScheduleFacts
+from unishard.engine.optim.saved_groups import SavedGroups, match
 from unishard.engine.optim.schedulers import build_scheduler, check
 from unishard.engine.optim.torch_schedule import TorchSchedule
 from unishard.engine.resolve import setup_of
@@ -111,8 +112,9 @@ def test_rates_stay_numbers() -> None:
     assert isinstance(own.param_groups[0]["lr"], float)
 
 
-def running(build: Any, updates: int) -> tuple[torch.optim.Optimizer, TorchSchedule]:
-    stepped = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
+def running(build: Any, updates: int, groups: int = 1) -> tuple[torch.optim.Optimizer, TorchSchedule]:
+    each = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(groups)]
+    stepped = torch.optim.SGD(each, lr=1.0, momentum=0.9)
     schedule = TorchSchedule(build(stepped), stepped.param_groups)
     for _ in range(updates):
         stepped.step()
@@ -136,20 +138,65 @@ def stairs(stepped: torch.optim.Optimizer) -> Any:
 @pytest.mark.parametrize("before", [0, 5], ids=["new", "further"])
 def test_goes_on_with_everything_that_it_writes(build: Any, before: int) -> None:
     then, saved = running(build, 3)
-    options = [{key: value for key, value in group.items() if key != "params"} for group in then.param_groups]
     facts = ScheduleFacts(**saved.facts())
     now, resumed = running(build, before)
-    resumed.resume(facts, options)
+    resumed.resume(facts, SavedGroups((0,), (options_of(then),)))
     for _ in range(4):
         assert {**now.param_groups[0], "params": None} == {**then.param_groups[0], "params": None}
         saved.advance()
         resumed.advance()
 
 
+def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        stairs,
+        lambda stepped: LambdaLR(stepped, lambda update: 1 / (update + 1)),
+        lambda stepped: CyclicLR(stepped, 0.1, 2.0, step_size_up=3),
+        lambda stepped: SequentialLR(stepped, [stairs(stepped), cycle(stepped)], [2]),
+    ],
+    ids=["rate", "function", "limits", "inside another"],
+)
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)], ids=["divided", "joined"])
+def test_goes_on_where_groups_are_divided_otherwise(build: Any, before: int, after: int) -> None:
+    then, saved = running(build, 3, before)
+    facts = ScheduleFacts(**saved.facts())
+    now, resumed = running(build, 0, after)
+    resumed.resume(facts, SavedGroups((0,) * after, (options_of(then),) * after))
+    for _ in range(6):
+        assert [{**group, "params": 0} for group in now.param_groups] == [{**then.param_groups[0], "params": 0}] * after
+        saved.advance()
+        resumed.advance()
+
+
+def test_keeps_its_own_rates_where_groups_differ() -> None:
+    _, saved = running(lambda stepped: LambdaLR(stepped, lambda update: 1 / (update + 1)), 3)
+    now, resumed = running(lambda stepped: LambdaLR(stepped, lambda update: 1 / (update + 1)), 0, 2)
+    resumed.resume(ScheduleFacts(**saved.facts()), None)
+    resumed.advance()
+    assert [group["lr"] for group in now.param_groups] == [0.2, 0.2]
+
+
+def test_groups_are_found_by_their_parameters() -> None:
+    def record(names: str, lr: float) -> GroupRecord:
+        return GroupRecord(names=[*names], options={"lr": lr})
+
+    then = [record("ab", 1.0), record("cd", 1.0), record("", 2.0), record("e", 3.0)]
+    assert match(then, ["abcd", "e", ""]) == SavedGroups((0, 3, 2), ({"lr": 1.0}, {"lr": 3.0}, {"lr": 2.0}))
+    assert match(then, ["a", "b", "cd", "e"]) is not None
+    assert match(then, ["abcde"]) is None  # rates differ
+    assert match(then, ["abcd"]) is None  # one is gone
+    assert match(then, ["abcdef"]) is None  # one is new
+
+
 def test_after_another_schedule_it_makes_as_many_updates_or_says_that_it_cannot() -> None:
     _, expected = running(stairs, 3)
     _, new = running(stairs, 0)
-    new.resume(ScheduleFacts(updates=3, peaks=[1.0]), [])
+    new.resume(ScheduleFacts(updates=3, peaks=[1.0]), None)
     assert new.lr == expected.lr
     with pytest.raises(CheckpointError, match=r"StepLR is at update 3 and cannot go back to 2"):
-        new.resume(ScheduleFacts(updates=2, peaks=[1.0]), [])
+        new.resume(ScheduleFacts(updates=2, peaks=[1.0]), None)

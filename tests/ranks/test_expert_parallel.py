@@ -88,10 +88,13 @@ def test_four_ranks(backend, strategy, size, sharing):
 
 @in_ranks(cells=FEWER)
 def test_a_checkpoint_resumes_with_any_size_on_any_engine(backend, strategy, root):
-    """Weights and optimizer state bit for bit; the further updates are those of a run without a stop."""
+    """Weights and optimizer state bit for bit; the further updates are those of a run without a stop, with the learning
+    rate that the script has set."""
     other = BACKENDS[backend == BACKENDS[0]]
     with unishard.prepare(build("mixtral"), configured(backend, strategy)) as engine:
         trained(engine, 2, updates=1)
+        for group in engine.optimizer.param_groups:
+            group["lr"] *= 3
         saved = engine.save(root)
         weights = engine.weights.state_dict(all_ranks=True)
         going_on = trained(engine, 2, first=1, updates=2)

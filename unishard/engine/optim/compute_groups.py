@@ -17,7 +17,7 @@ from unishard.distributed.nested_optimizers import holds_copies, optimizers_in
 from unishard.distributed.slices import slice_of
 from unishard.errors import ConfigError, Problem
 
-_BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs")
+BY_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"})
 """What schedulers of torch have a list of, by groups (torch 2.13, optim/lr_scheduler.py)."""
 _ORIGINS: WeakKeyDictionary[torch.optim.Optimizer, list[int]] = WeakKeyDictionary()
 """Which group each one was a part of, by the optimizer."""
@@ -70,7 +70,7 @@ def follow(scheduler: Any) -> None:
     if any(not type(each).__module__.startswith("torch.") for each in inside):
         raise ConfigError([_other_groups(scheduler)])
     for each in inside:
-        for name in _BY_GROUP:
+        for name in BY_GROUP:
             if isinstance(values := vars(each).get(name), list):
                 vars(each)[name] = [values[at] for at in origins]
 

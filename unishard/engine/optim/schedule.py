@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from unishard.config import Scheduler
 from unishard.contract.training_facts import ScheduleFacts
+from unishard.engine.optim.saved_groups import SavedGroups
 
 _SCALE = 10_000
 """Updates over which `inverse_sqrt` falls to the square root of a half, without a warm-up that says it."""
@@ -94,17 +95,17 @@ class Schedule:
     def require(self, facts: ScheduleFacts) -> None:
         """Do nothing: every schedule of a checkpoint can be resumed."""
 
-    def resume(self, facts: ScheduleFacts, then: Sequence[Mapping[str, Any]]) -> None:
+    def resume(self, facts: ScheduleFacts, groups: SavedGroups | None) -> None:
         """Resume at the update of a checkpoint, on the schedule of the current config.
 
         Args:
             facts: The schedule in the checkpoint.
-            then: The group options in the checkpoint; empty if the groups differ. Their learning rates are used if the
-                schedule is constant and had the same peaks, because then only the user can have changed them.
+            groups: Of the checkpoint; None if they differ. Their learning rates are used if the schedule is constant
+                and had the same peaks, because then only the user can have changed them.
         """
         self._updates = facts.updates
-        if self._constant and then and list(facts.peaks) == self._peaks:
-            for group, options in zip(self._groups, then, strict=True):
+        if self._constant and groups and groups.of(facts.peaks) == self._peaks:
+            for group, options in zip(self._groups, groups.options, strict=True):
                 if options.get("lr") is not None:
                     group["lr"] = float(options["lr"])
         self._write()

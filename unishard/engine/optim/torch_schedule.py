@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unishard.checkpoint.user_state import pack, unpack
 from unishard.contract.training_facts import ScheduleFacts
+from unishard.engine.optim.compute_groups import BY_GROUP
+from unishard.engine.optim.saved_groups import SavedGroups
 from unishard.errors import CheckpointError, ContractError
 
 
@@ -107,13 +109,13 @@ class TorchSchedule:
             )
         return state
 
-    def resume(self, facts: ScheduleFacts, then: Sequence[Mapping[str, Any]]) -> None:
+    def resume(self, facts: ScheduleFacts, groups: SavedGroups | None) -> None:
         """Load the state of a scheduler of the same class; after another schedule, advance to the same number of
         updates.
 
         Args:
             facts: The schedule in the checkpoint.
-            then: The group options in the checkpoint; empty if the groups differ.
+            groups: Of the checkpoint; None if they differ.
 
         Raises:
             CheckpointError: See `require`.
@@ -126,9 +128,9 @@ class TorchSchedule:
                     self.advance()
             return
         self._updates = facts.updates
-        self._scheduler.load_state_dict(state)
+        self._scheduler.load_state_dict(_by_groups(state, self._scheduler.state_dict(), groups))
         written = ("lr", *(_CYCLED if _cycles(self._scheduler) else ()))
-        for group, options in zip(self._groups, then, strict=bool(then)):
+        for group, options in zip(self._groups, groups.options, strict=True) if groups else ():
             for key in written:
                 if key in options:
                     group[key] = tuple(options[key]) if isinstance(options[key], list) else options[key]
@@ -138,6 +140,20 @@ _LARGEST = 2**62
 """No count, and no rate, is as large."""
 _CYCLED = ("momentum", "betas")
 """Options that OneCycleLR and CyclicLR write in addition to the learning rate (torch 2.13, optim/lr_scheduler.py)."""
+
+
+def _by_groups(saved: Mapping[str, Any], now: Mapping[str, Any], groups: SavedGroups | None) -> dict[str, Any]:
+    """The saved state of a scheduler, with what it has for each group in the order of the groups now; as it is now
+    where the groups differ.
+    """
+    state = dict(saved)
+    for key in BY_GROUP & now.keys() & saved.keys():
+        if isinstance(saved[key], list):
+            state[key] = (groups and groups.of(saved[key])) or now[key]
+    if isinstance(saved.get("_schedulers"), list):
+        inside = zip(saved["_schedulers"], now["_schedulers"], strict=True)
+        state["_schedulers"] = [_by_groups(then, own, groups) for then, own in inside]
+    return state
 
 
 def alike(saved: object, now: object) -> bool:

@@ -15,6 +15,7 @@ from unishard.contract.training_facts import GroupRecord, OptimizerFacts
 from unishard.distributed.on_ranks import on_all
 from unishard.eight_bit.adamw import AdamW8bit
 from unishard.engine.loop.accumulation import Accumulation
+from unishard.engine.optim.saved_groups import match
 from unishard.engine.optim.torch_schedule import alike
 from unishard.engine.state.part import CheckpointSource, Part, Saved
 from unishard.engine.state.parts.data_position import sharing_of
@@ -120,37 +121,35 @@ class TrainingState(Part):
         ours = (AdamW8bit.__name__, *vars(torch.optim))
         if was != runs and was in ours and runs in ours:  # other classes are fused or CPU variants of these
             yield f"the optimizer was {was}; using {runs} of the config"
-        then, schedule = manifest.optimizer.groups, self._accumulation.schedule
-        if [sorted(each.names) for each in then] != [sorted(names) for names in self._run.group_names]:
+        schedule = self._accumulation.schedule
+        groups = match(manifest.optimizer.groups, self._run.group_names)
+        schedule.resume(manifest.schedule, groups)
+        if groups is None:
             yield "the parameter groups differ from the saved ones; using the learning rates of the config"
-            schedule.resume(manifest.schedule, [])
             return
-        schedule.resume(manifest.schedule, [each.options for each in then])
         facts = schedule.facts()
         saved = manifest.schedule.torch
         same_scheduler = saved is not None and saved.class_name == facts.get("torch", {}).get("class_name")
-        yield from _changed_options(then, self._run.param_groups, same_scheduler=same_scheduler)
-        for index, (before, after) in enumerate(zip(manifest.schedule.peaks, facts.get("peaks", []), strict=False)):
+        yield from _changed_options(groups.options, self._run.param_groups, same_scheduler=same_scheduler)
+        peaks = groups.of(manifest.schedule.peaks) or []
+        for index, (before, after) in enumerate(zip(peaks, facts.get("peaks", []), strict=False)):
             if before != after:
                 yield f"group {index} of the optimizer: peak lr was {before}; using {after} of the config"
 
 
 def _changed_options(
-    then: Sequence[GroupRecord], now: Sequence[Mapping[str, Any]], *, same_scheduler: bool
+    then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], *, same_scheduler: bool
 ) -> Iterator[str]:
-    for index, (before, after) in enumerate(zip(then, now, strict=True)):
-        options = _options_of(after)
-        if same_scheduler and before.options.get("initial_lr") != options.get("initial_lr"):
+    for index, (before, group) in enumerate(zip(then, now, strict=True)):
+        after = _options_of(group)
+        if same_scheduler and before.get("initial_lr") != after.get("initial_lr"):
             yield (
-                f"group {index} of the optimizer: initial_lr is {options.get('initial_lr')} in the config; the "
-                f"scheduler continues with the saved {before.options.get('initial_lr')}"
+                f"group {index} of the optimizer: initial_lr is {after.get('initial_lr')} in the config; the "
+                f"scheduler continues with the saved {before.get('initial_lr')}"
             )
-        for key in sorted((before.options.keys() & options.keys()) - _BY_SCHEDULE):
-            if before.options[key] != options[key]:
-                yield (
-                    f"group {index} of the optimizer: {key} was {before.options[key]}; using {options[key]} of the "
-                    "config"
-                )
+        for key in sorted((before.keys() & after.keys()) - _BY_SCHEDULE):
+            if before[key] != after[key]:
+                yield f"group {index} of the optimizer: {key} was {before[key]}; using {after[key]} of the config"
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
