@@ -294,7 +294,7 @@ class _Lion(torch.optim.Optimizer):
         """One update."""
         for group in self.param_groups:
             slow, slower = group["betas"]
-            for parameter in group["params"]:
+            for parameter in (each for each in group["params"] if each.grad is not None):
                 momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
                 direction = (slow * momentum + (1 - slow) * parameter.grad).sign()
                 parameter.copy_(parameter * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * direction)
