@@ -24,6 +24,7 @@ def trained(held, start, updates, seed, spread):
     sizes = 10 ** (spread * torch.randn(held // 90 + 1, generator=generator)).repeat_interleave(90)[:held]
     for _ in range(updates):
         given = torch.rand(held, generator=generator) > 0.3
+        moments.step += 1
         moments.update(weights, torch.randn(held, generator=generator) * sizes * given, OPTIONS)
     return moments
 
@@ -91,6 +92,7 @@ def test_a_shard_that_begins_with_a_block_is_updated_as_by_bitsandbytes():
     for _ in range(5):
         theirs.grad = torch.randn(8193, generator=generator)
         optimizer.step()
+        moments.step += 1
         moments.update(ours, theirs.grad, OPTIONS)
     assert torch.equal(ours, theirs)
     assert sum(each.nbytes for each in moments.tensors) == 2 * (8193 + 4 * 33)

@@ -153,6 +153,46 @@ def test_a_checkpoint_does_not_know_of_files(backend):
         assert same(first[1], second[1])
 
 
+EIGHT_BITS = (
+    ("fsdp", "full_shard", BOTH, "fp32"),
+    ("fsdp", "shard_grad_op", STATE, "bf16"),
+    ("deepspeed", "full_shard", BOTH, "bf16"),
+    ("deepspeed", "shard_grad_op", STATE, "fp32"),
+)
+
+
+@in_ranks(cells=tuple((number,) for number in range(len(EIGHT_BITS))))
+def test_of_a_state_of_8_bits_no_bit_is_another_one_either(cell):
+    backend, strategy, offload, precision = EIGHT_BITS[cell]
+    found = []
+    with one_directory() as directory:
+        both = (offload, {what: IN_MEMORY[where] for what, where in offload.items()})
+        cfgs = [
+            cfg_of(backend, each, strategy, precision, directory=directory, optimizer="adamw_8bit") for each in both
+        ]
+        for cfg, resumed in ((cfgs[0], None), (cfgs[1], None), (cfgs[0], 1), (cfgs[1], 0)):
+            with unishard.prepare(Wide(), cfg) as engine:
+                if resumed is None:
+                    curve = [updated(engine, *each) for each in enumerate(USES)]
+                    engine.save(f"{directory}/saved-{len(found)}")
+                else:  # what ran without files goes on with them, and the other way round
+                    engine.load(f"{directory}/saved-{resumed}")
+                    curve = []
+                more = [updated(engine, number) for number in (5, 6)]
+                found.append((curve, more, weights(engine)))
+                codes = [
+                    each
+                    for moments in engine._adapter.updates.torch_optimizer.moments.values()
+                    for each in moments.codes.values()
+                ]
+                assert codes
+                assert {in_file(each, directory) for each in codes} == {cfg is cfgs[0]}
+    assert found[0][0] == found[1][0]
+    for other in found[1:]:
+        assert found[0][1] == other[1]
+        assert same(found[0][2], other[2])
+
+
 @in_ranks(cells=EACH)
 def test_what_is_closed_leaves_no_thread_and_no_descriptor(backend):
     with one_directory() as directory:

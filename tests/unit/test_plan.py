@@ -160,6 +160,19 @@ def test_what_lies_in_files_takes_no_host_memory_but_three_pieces(backend) -> No
     assert files.gradients == host.gradients
 
 
+def test_of_a_state_of_8_bits_the_codes_lie_in_files() -> None:
+    shape = llama(2, 512, 1024, 64, 997)
+
+    def state(offload):
+        cfg = config(sharding="shard_grad_op", offload=offload, optimizer="adamw_8bit")
+        return registry.get("fsdp").footprint(shape, cfg, Topology(1, 1)).optimizer
+
+    found = state({"optimizer": "nvme", "nvme_path": "x"})
+    assert found.total == state({"optimizer": "cpu"}).host
+    codes = 2 * sum(each.numel for each in shape.trainable if each.numel >= 4096)
+    assert found.files == pytest.approx(codes, rel=0.01)
+
+
 def test_fields_of_another_strategy_are_reset() -> None:
     cfg = config(
         sharding={"strategy": "hybrid_shard", "group_size": 4, "reshard_after_forward": False, "min_unit_params": 5},

@@ -125,11 +125,11 @@ class Config(Section):
                 "offload.optimizer",
                 f"{offload.optimizer} needs a sharded optimizer; choose shard_optimizer, shard_grad_op or full_shard",
             )
-        if offload.optimizer == "nvme" and self.optimizer.name in ("muon", "adamw_8bit"):
+        if offload.optimizer == "nvme" and self.optimizer.name == "muon":
             yield (
                 "offload.optimizer",
-                f"nvme needs an optimizer that updates each element from its own state, not {self.optimizer.name}; "
-                "choose cpu, or optimizer.name: adamw",
+                "nvme needs an optimizer that updates each element from its own state, not muon; choose cpu, or "
+                "optimizer.name: adamw",
             )
         if offload.params != "none" and strategy not in GATHERING:
             yield (

@@ -153,7 +153,11 @@ class Footprint:
         tensors, _ = optimizer_tensors(
             cfg.optimizer.name, amsgrad=cfg.optimizer.amsgrad, momentum=cfg.optimizer.momentum
         )
-        in_memory = PIECES_IN_MEMORY * min(optimizer.files, PIECE * tensors * ITEMSIZE[cfg.precision.master])
+        size = ITEMSIZE[cfg.precision.master]
+        if cfg.optimizer.name == "adamw_8bit":  # its codes; the scales stay in memory
+            scales, size = optimizer.files * 4 // (_BLOCK + 4), 1
+            optimizer += Bytes(host=scales, files=-scales)
+        in_memory = PIECES_IN_MEMORY * min(optimizer.files, PIECE * tensors * size)
         return replace(
             self,
             parameters=self.parameters.moved(weights),

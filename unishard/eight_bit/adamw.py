@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from unishard.distributed.layout import Layout
 from unishard.distributed.shard_optimizer import ShardOptimizer
 from unishard.distributed.shards import SteppedShard
-from unishard.eight_bit.moments import Moments8bit
+from unishard.eight_bit.moments import MOMENTS, Moments8bit
 from unishard.matrices.adamw import first_state, update
 
 
@@ -23,6 +23,28 @@ class _SharedBlocks(NamedTuple):
     layout: Mapping[str, Layout]
     rank: int
     stepped: Callable[[], Mapping[str, SteppedShard]]
+
+
+class Update8bit(NamedTuple):
+    """The update of one shard in a step."""
+
+    name: str
+    moments: Moments8bit
+    """Whose `step` is that of this update."""
+    stepped: SteppedShard
+    options: Mapping[str, Any]
+
+    def run(self, begin: int, end: int, codes: Mapping[str, Tensor] | None = None) -> None:
+        """Update elements of the shard, whole blocks, whose codes may lie in other memory than those of the moments."""
+        shard = _Stepped(self.stepped, begin, end)
+        self.moments.update(shard.weights, shard.gradient, self.options, begin, codes)
+        shard.write()
+
+
+def run_whole(updates: Sequence[Update8bit]) -> None:
+    """Run updates one after the other."""
+    for each in updates:
+        each.run(0, each.moments.numel)
 
 
 class AdamW8bit(ShardOptimizer):
@@ -40,6 +62,10 @@ class AdamW8bit(ShardOptimizer):
     """Of the parameters of which this rank has elements, once they were updated."""
     small: dict[str, dict[str, Any]]
     """The same of small ones: the state of torch's AdamW."""
+    codes_of: Callable[[str, str], Tensor] | None
+    """Where the codes of a moment of a parameter lie, by their names, if not in memory of their own."""
+    run: Callable[[Sequence[Update8bit]], None]
+    """Runs the updates of a step: `run_whole`, or by pieces of those codes."""
     _sharing: _SharedBlocks | None
 
     def share(
@@ -72,25 +98,28 @@ class AdamW8bit(ShardOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient. Not collective."""
         if self._sharing is not None:
-            stepped = self._sharing.stepped()
+            stepped, updates = self._sharing.stepped(), list[Update8bit]()
             for group in self.param_groups:
-                self._step_group(group, self._sharing, stepped)
+                updates += self._step_small(group, self._sharing, stepped)
+            self.run(updates)
 
-    def _step_group(
+    def _step_small(
         self, group: Mapping[str, Any], sharing: _SharedBlocks, stepped: Mapping[str, SteppedShard]
-    ) -> None:
+    ) -> Iterator[Update8bit]:
+        """Update small parameters; return the updates of the others."""
         small: list[tuple[_Stepped, dict[str, Any]]] = []
         for name in sharing.names[id(group)]:
             held = sharing.layout[name].of(sharing.rank)
             if not held or name not in stepped or stepped[name].tensor.grad is None:
                 continue
-            shard = _Stepped(stepped[name], len(held))
             if self.is_small(name, sharing.layout[name].numel):
+                shard = _Stepped(stepped[name], 0, len(held))
                 small.append((shard, self.small_of(name, shard.weights)))
             else:
-                device = shard.weights.device
-                self.moments_of(name, held, device).to(device).update(shard.weights, shard.gradient, group)
-                shard.write()
+                device = stepped[name].tensor.device
+                moments = self.moments_of(name, held, device).to(device)
+                moments.step += 1
+                yield Update8bit(name, moments, stepped[name], group)
         if small:
             shards = [shard for shard, _ in small]
             states = [state for _, state in small]
@@ -98,10 +127,20 @@ class AdamW8bit(ShardOptimizer):
             for shard in shards:
                 shard.write()
 
-    def moments_of(self, name: str, held: range, device: torch.device) -> Moments8bit:
+    def held_8bit(self) -> Iterator[tuple[str, range]]:
+        """The parameters with moments of 8 bits, and the elements of each that this rank has; of some it has."""
+        assert self._sharing is not None
+        for names in self._sharing.names.values():
+            for name in names:
+                layout = self._sharing.layout[name]
+                if not self.is_small(name, layout.numel) and (held := layout.of(self._sharing.rank)):
+                    yield name, held
+
+    def moments_of(self, name: str, held: range, device: torch.device, step: int = 0) -> Moments8bit:
         """The moments of these elements of a parameter; new ones before its first update."""
         if name not in self.moments:
-            self.moments[name] = Moments8bit(held, device)
+            codes = None if self.codes_of is None else {key: self.codes_of(name, key) for key in MOMENTS}
+            self.moments[name] = Moments8bit(held, device, step, codes)
         return self.moments[name]
 
     def small_of(self, name: str, weights: Tensor) -> dict[str, Any]:
@@ -112,19 +151,19 @@ class AdamW8bit(ShardOptimizer):
 
 
 class _Stepped:
-    """This rank's shard of a parameter in one step, flat: the memory of the engine, or a copy of what is not
-    contiguous.
+    """Elements of this rank's shard of a parameter in one step, flat: the memory of the engine, or a copy of what is
+    not contiguous.
     """
 
-    def __init__(self, stepped: SteppedShard, numel: int) -> None:
-        tensor = stepped.tensor.detach()
+    def __init__(self, stepped: SteppedShard, begin: int, end: int) -> None:
+        own = slice(stepped.start + begin, stepped.start + end)
         assert stepped.tensor.grad is not None
-        end = stepped.start + numel
-        self._tensor = tensor
-        self.weights = tensor.reshape(-1)[stepped.start : end]
-        self.gradient = stepped.tensor.grad.reshape(-1)[stepped.start : end].to(tensor.dtype)
+        self._tensor = stepped.tensor.detach()
+        self._flat = self._tensor.reshape(-1)
+        self.weights = self._flat[own]
+        self.gradient = stepped.tensor.grad.reshape(-1)[own].to(self.weights.dtype)
 
     def write(self) -> None:
         """Give the engine a copy's values."""
         if not self._tensor.is_contiguous():
-            self._tensor.copy_(self.weights.view(self._tensor.shape))
+            self._tensor.copy_(self._flat.view(self._tensor.shape))

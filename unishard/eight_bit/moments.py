@@ -30,32 +30,55 @@ class Moments8bit:
     ranks, but where a shard begins or ends inside a block: of that, each rank has a block of its own.
     """
 
-    def __init__(self, held: range, device: torch.device, step: int = 0) -> None:
-        """All zeros, of these elements of a flattened parameter."""
-        self.step = step
-        self._parts = [*_parts(held)]
-        blocks = self._parts[-1].blocks.stop
-        self._codes = {key: torch.zeros(len(held), dtype=torch.uint8, device=device) for key in MOMENTS}
-        self._scales = {key: torch.zeros(blocks, device=device) for key in MOMENTS}
-
-    def update(self, weights: Tensor, gradient: Tensor, options: Mapping[str, Any]) -> None:
-        """Update weights.
+    def __init__(
+        self, held: range, device: torch.device, step: int = 0, codes: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """All zeros, of these elements of a flattened parameter.
 
         Args:
-            weights: The shard, flat and contiguous.
+            held: The elements.
+            device: Where they are stepped.
+            step: How many updates there were.
+            codes: Memory for the codes of each moment, whatever is in it; by default new one.
+        """
+        self.step, self.numel = step, len(held)
+        self._parts = [*_parts(held)]
+        blocks = self._parts[-1].blocks.stop
+        self.codes = (
+            {key: torch.zeros(len(held), dtype=torch.uint8, device=device) for key in MOMENTS}
+            if codes is None
+            else dict(codes)
+        )
+        self._scales = {key: torch.zeros(blocks, device=device) for key in MOMENTS}
+
+    def update(
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        options: Mapping[str, Any],
+        begin: int = 0,
+        codes: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Make update number `step`, of the shard or of some of its blocks.
+
+        Args:
+            weights: Flat and contiguous.
             gradient: Of the same dtype.
             options: Of its group.
+            begin: The first of these weights in the shard.
+            codes: Of these weights, where they lie in other memory.
         """
         from bitsandbytes.functional import optimizer_update_8bit_blockwise
 
-        self.step += 1
+        codes = self.codes if codes is None else codes
         beta1, beta2 = options["betas"]
-        for elements, blocks in self._parts:
+        for elements, blocks in self._blocks(begin, begin + weights.numel()):
+            here = slice(elements.start - begin, elements.stop - begin)
             optimizer_update_8bit_blockwise(
                 "adam",
-                gradient[elements],
-                weights[elements],
-                *(self._codes[key][elements] for key in MOMENTS),
+                gradient[here],
+                weights[here],
+                *(codes[key][here] for key in MOMENTS),
                 beta1,
                 beta2,
                 0.0,
@@ -71,15 +94,10 @@ class Moments8bit:
     def read(self, key: str, begin: int, end: int) -> Tensor:
         """Elements of a moment: new memory, flat, fp32; `begin` and `end` count from the start of the shard."""
         found = []
-        for elements, blocks in self._parts:
-            low, high = max(elements.start, begin), min(elements.stop, end)
-            if low < high:
-                first = (low - elements.start) // BLOCK
-                at, last = elements.start + first * BLOCK, blocks.start + blocks_of(high - elements.start)
-                scales = self._scales[key][blocks.start + first : last]
-                values = dequantized(self._codes[key][at:high], scales, signed=MOMENTS[key])
-                found.append(values[low - at :])
-        return torch.cat(found) if found else torch.empty(0, device=self._codes[key].device)
+        for elements, blocks in self._blocks(begin, end):
+            values = dequantized(self.codes[key][elements], self._scales[key][blocks], signed=MOMENTS[key])
+            found.append(values[max(begin - elements.start, 0) :])
+        return torch.cat(found) if found else torch.empty(0, device=self.codes[key].device)
 
     def write(self, key: str, values: Tensor) -> int:
         """Set a moment.
@@ -93,22 +111,32 @@ class Moments8bit:
         """
         changed = 0
         for elements, blocks in self._parts:
-            part = quantized(values[elements].to(self._codes[key].device), signed=MOMENTS[key])
-            self._codes[key][elements] = part.codes
+            part = quantized(values[elements].to(self.codes[key].device), signed=MOMENTS[key])
+            self.codes[key][elements] = part.codes
             self._scales[key][blocks] = part.scales
             changed += part.changed
         return changed
 
     def to(self, device: torch.device) -> Self:
         """The same, on the device where the shard is stepped."""
-        for kept in (self._codes, self._scales):
+        for kept in (self.codes, self._scales):
             kept.update({key: value.to(device) for key, value in kept.items()})
         return self
 
     @property
     def tensors(self) -> list[Tensor]:
         """Codes and scales."""
-        return [*self._codes.values(), *self._scales.values()]
+        return [*self.codes.values(), *self._scales.values()]
+
+    def _blocks(self, begin: int, end: int) -> Iterator[_BlockRange]:
+        """The blocks that have these elements: to the last of them, from the first of the block in which it is."""
+        for elements, blocks in self._parts:
+            low, high = max(elements.start, begin), min(elements.stop, end)
+            if low < high:
+                first, last = (low - elements.start) // BLOCK, blocks_of(high - elements.start)
+                yield _BlockRange(
+                    slice(elements.start + first * BLOCK, high), slice(blocks.start + first, blocks.start + last)
+                )
 
 
 def _parts(held: range) -> Iterator[_BlockRange]:

@@ -15,9 +15,9 @@ from unishard.contract.footprint import PIECE
 from unishard.nvme.rank_file import ALIGNED, RankFile
 from unishard.nvme.streams import OVERLAP, Streams
 
-_CUT_AT = 64
-"""Elements: a tensor is cut at a multiple of its own, where a vector of the CPU ends, so that no element is computed in
-another way than in the whole tensor.
+_CUT_AT = 256
+"""Elements: a tensor is cut at a multiple of its own, where a vector of the CPU ends and a block of 8-bit moments, so
+that no element is computed in another way than in the whole tensor.
 """
 
 

@@ -6,13 +6,13 @@ import logging
 from itertools import accumulate
 from pathlib import Path
 
-import torch
-
 from unishard.config import Offload
 from unishard.config.topology import Topology
-from unishard.contract.adapter import ShardedModel
+from unishard.contract.adapter import ShardedModel, Updates
 from unishard.distributed.shard_optimizer import ShardOptimizer
+from unishard.eight_bit.adamw import AdamW8bit
 from unishard.errors import ConfigError, Problem
+from unishard.nvme.moments_in_file import MomentsInFile
 from unishard.nvme.rank_file import RankFile, refusal
 from unishard.nvme.state_in_file import StateInFile
 from unishard.nvme.weights_in_file import WeightsInFile
@@ -31,7 +31,7 @@ class FileOffload:
         """
         self._offload, self._topology = offload, topology
         self._file: RankFile | None = None
-        self._state: StateInFile | None = None
+        self._state: StateInFile | MomentsInFile | None = None
         if "nvme" in (offload.optimizer, offload.params) and offload.nvme_path is not None:
             self._file = RankFile(Path(offload.nvme_path), topology.rank)
             if self._file.over_network and topology.local_rank == 0:
@@ -50,11 +50,11 @@ class FileOffload:
         """
         if self._file is None:
             return
-        parts: list[WeightsInFile | StateInFile] = []
+        parts: list[WeightsInFile | StateInFile | MomentsInFile] = []
         if self._offload.params == "nvme":
             parts.append(WeightsInFile(model.weight_memory()))
         if self._offload.optimizer == "nvme" and model.updates is not None:
-            self._state = StateInFile(_element_wise(model.updates.torch_optimizer), model.updates.stepped())
+            self._state = _state_of(model.updates)
             parts.append(self._state)
         starts = [0, *accumulate(part.nbytes for part in parts)]
         ranks, gib = self._topology.local_world_size, starts[-1] / 2**30
@@ -77,9 +77,12 @@ class FileOffload:
             self._file.close()
 
 
-def _element_wise(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _state_of(updates: Updates) -> StateInFile | MomentsInFile:
+    optimizer = updates.torch_optimizer
+    if isinstance(optimizer, AdamW8bit):
+        return MomentsInFile(optimizer)
     if isinstance(optimizer, ShardOptimizer):
         kind = type(optimizer).__name__
         problem = f"nvme needs an optimizer that updates each element from its own state, not {kind}; choose cpu"
         raise ConfigError([Problem("offload.optimizer", problem)])
-    return optimizer
+    return StateInFile(optimizer, updates.stepped())

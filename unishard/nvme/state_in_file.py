@@ -95,25 +95,23 @@ class StateInFile:
     def _step_in(self, space: FileSpace, streams: Streams, tensors: Sequence[Tensor], inner: Callable[[], Any]) -> None:
         optimizer = self._optimizer
         state, groups = optimizer.state, optimizer.param_groups
-        pieces = space.cuts(tensors)
         left: dict[Tensor, _Left] = {}
-        streams.begin([*pieces])
+
+        def step(cuts: Sequence[Cut], held: Mapping[str, Tensor]) -> None:
+            views = {cut.tensor: _view(cut) for cut in cuts}
+            optimizer.param_groups = [*_groups_of(groups, views)]
+            optimizer.state = defaultdict(dict)
+            for cut in cuts:
+                if entry := state.get(cut.tensor):
+                    optimizer.state[views[cut.tensor]] = _entry(space, entry, cut, held)
+            inner()
+            for cut in cuts:
+                left[cut.tensor] = _finish(optimizer.state[views[cut.tensor]], cut, held)
+
         try:
-            for number, cuts in pieces.items():
-                held = streams.take(number)
-                views = {cut.tensor: _view(cut) for cut in cuts}
-                optimizer.param_groups = [*_groups_of(groups, views)]
-                optimizer.state = defaultdict(dict)
-                for cut in cuts:
-                    if entry := state.get(cut.tensor):
-                        optimizer.state[views[cut.tensor]] = _entry(space, entry, cut, held)
-                inner()
-                for cut in cuts:
-                    left[cut.tensor] = _finish(optimizer.state[views[cut.tensor]], cut, held)
-                streams.put(number)
+            streams.move(space.cuts(tensors), step)
         finally:
             optimizer.param_groups, optimizer.state = groups, state
-            streams.end()
         for tensor, (numbers, keys) in left.items():
             state[tensor].update(numbers)
             for key in keys:

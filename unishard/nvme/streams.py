@@ -9,8 +9,9 @@ writer                     | piece 1 | piece 2 | piece 3 |
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from unishard.nvme.rank_file import ALIGNED, RankFile, aligned_buffer
 
 OVERLAP = ALIGNED
 """Elements that a piece has in common with the next, where a tensor may be cut a little later."""
+
+
+_Cuts = TypeVar("_Cuts")
 
 
 class Streams:
@@ -51,15 +55,30 @@ class Streams:
         self._last: int | None = None
         """The piece that was taken last."""
 
-    def begin(self, pieces: Sequence[int]) -> None:
-        """Read the first of these pieces, which are taken and put back in this order."""
+    def move(self, pieces: Mapping[int, _Cuts], step: Callable[[_Cuts, Mapping[str, Tensor]], None]) -> None:
+        """Read pieces, and write them after they were stepped; when it returns, the file has everything.
+
+        Args:
+            pieces: By their numbers, in ascending order, what lies in each.
+            step: Gets that, and the piece by key.
+        """
         self._slot = {number: place % PIECES_IN_MEMORY for place, number in enumerate(pieces)}
         self._left, self._last = iter(pieces), None
         for _ in range(PIECES_IN_MEMORY - 1):
             self._read_ahead()
+        try:
+            for number, cuts in pieces.items():
+                step(cuts, self._take(number))
+                self._put(number)
+        finally:
+            self._end()
 
-    def take(self, number: int) -> dict[str, Tensor]:
-        """A piece, by key."""
+    def close(self) -> None:
+        """End the threads."""
+        self._reader.shutdown()
+        self._writer.shutdown()
+
+    def _take(self, number: int) -> dict[str, Tensor]:
         self._reads.pop(number).result()
         held = self._held(number)
         if self._last is not None and self._last == number - 1:
@@ -73,12 +92,11 @@ class Streams:
         slot = self._slots[self._slot[number]]
         return {key: slot[key][1].view(dtype) for key, dtype in self._dtypes.items()}
 
-    def put(self, number: int) -> None:
-        """Write a piece that was taken."""
+    def _put(self, number: int) -> None:
         slot = self._slot[number]
         self._writes[slot] = self._writer.submit(self._write, number, slot)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Wait until the file has everything."""
         for read in self._reads.values():  # of an update that has failed
             if not read.cancel():
@@ -86,11 +104,6 @@ class Streams:
         self._reads.clear()
         while self._writes:
             self._writes.popitem()[1].result()
-
-    def close(self) -> None:
-        """End the threads."""
-        self._reader.shutdown()
-        self._writer.shutdown()
 
     def _read_ahead(self) -> None:
         number = next(self._left, None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from unishard import config
 from unishard.contract.adapter import Updates
 from unishard.distributed.layout import Layout
-from unishard.eight_bit.adamw import AdamW8bit
+from unishard.eight_bit.adamw import AdamW8bit, run_whole
 from unishard.eight_bit.kernel_hint import hide_kernel_hint
 from unishard.engine.optim.empty_groups import let_copy_step
 from unishard.engine.optim.stepped_by_name import stepped_by_name
@@ -85,6 +85,8 @@ def on_blocks(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> tor
             "full": frozenset(full),
             "moments": {},
             "small": {},
+            "codes_of": None,
+            "run": run_whole,
             "_sharing": None,
         }
     )

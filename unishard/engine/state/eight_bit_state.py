@@ -61,7 +61,7 @@ class EightBitState(Part):
             if not shard.interval:
                 continue
             if self.is_8bit(parameter):
-                optimizer.moments[name] = Moments8bit(shard.interval, shard.values.device, int(step))
+                optimizer.moments_of(name, shard.interval, shard.values.device, int(step))
             else:
                 optimizer.small_of(name, shard.values.reshape(-1))[_NUMBER].fill_(step)
 
