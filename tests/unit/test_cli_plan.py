@@ -124,6 +124,20 @@ def test_json_holds_the_same(project: Path) -> None:
     assert found["answers"]["ranks"] == 1
 
 
+def test_the_speed_of_a_disk_says_how_long_an_update_takes(project: Path) -> None:
+    with Path("cfg.yaml").open("a") as file:
+        file.write("offload: {optimizer: nvme, nvme_path: .}\n")
+    ask = (*ASK, "--no-activations", "--disk-speed", "10 kB/s")
+    found = json.loads(run(*ask, "--json").stdout)["candidates"]
+    own = next(each for each in found if (each["backend"], each["strategy"]) == ("fsdp", "full_shard"))
+    state = own["bytes"]["optimizer_state"]["files"]
+    assert state
+    assert own["disk_seconds"] == state * 8 / 10_000  # 8 ranks share it
+    assert f"in files; an update reads and writes 3.3 KiB: {own['disk_seconds']:.2f} s or more" in run(*ask).stdout
+    assert "disk_seconds" not in run(*ASK, "--no-activations", "--json").stdout
+    assert "--disk-speed: 'fast' is no size" in run(*ASK, "--disk-speed", "fast").stderr
+
+
 def test_activations_on_the_host_have_a_line(project: Path) -> None:
     with Path("cfg.yaml").open("a") as file:
         file.write("offload: {activations: cpu}\n")

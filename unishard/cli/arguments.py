@@ -84,6 +84,17 @@ def run_ranks(cfg: Config, ranks: int | None, per_node: int | None) -> RunRanks:
     return ranks_of(cfg, ranks, per_node)
 
 
+def disk_speed_of(text: str | None) -> int | None:
+    """Bytes a second, of the option that says a disk's speed.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    from unishard.tools.plan.devices import parse_bytes
+
+    return None if text is None else parse_bytes(text.strip().removesuffix("/s"), "--disk-speed")
+
+
 def note_ranks(ranks: RunRanks) -> None:
     """Say on stderr for how many ranks the output is, unless an option has said it."""
     if not ranks.given:

@@ -23,6 +23,10 @@ def plan(
     gpus_per_node: arguments.RanksPerNode = None,
     device: arguments.DeviceName = None,
     memory: arguments.MemorySize = None,
+    disk_speed: Annotated[
+        str | None,
+        typer.Option("--disk-speed", metavar="SPEED", help="Of a node's disk for nvme, such as 3.5GB/s."),
+    ] = None,
     seq_len: Annotated[int, typer.Option("--seq-len", min=1, metavar="T", help="Tokens of a sample.")] = 4096,
     no_activations: Annotated[
         bool, typer.Option("--no-activations", help="Only state and buffers; does not run the model.")
@@ -45,14 +49,20 @@ def plan(
         example = f"unishard plan {config} --model ./llama --world-size 8 --device h100-80g"
         needed = f"is missing; name a local folder with config.json, or module:factory, as in `{example}`"
         raise ConfigError([Problem("--model", needed)])
-    target = arguments.device_of(device, memory)
+    target, disk = arguments.device_of(device, memory), arguments.disk_speed_of(disk_speed)
     with foreign_file.own_file(config):
         cfg, origins = read(config, set_ or ())
     try:
         ranks = arguments.run_ranks(cfg, world_size, gpus_per_node)
         topology = _on_nodes(ranks.topology, gpus_per_node or cfg.launch.processes_per_node)
         planned = make_plan(
-            cfg, PlannedModel(model, cfg), topology, target, seq_len=seq_len, activations=not no_activations
+            cfg,
+            PlannedModel(model, cfg),
+            topology,
+            target,
+            seq_len=seq_len,
+            activations=not no_activations,
+            disk_speed=disk,
         )
     except ConfigError as error:
         raise origins.locate(error) from None

@@ -73,17 +73,15 @@ def device_named(name: str) -> Device:
     raise ConfigError([Problem("--device", problem)])
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, option: str = "--memory") -> int:
     """Bytes in a text such as `80GiB` or `24 GB`.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is none; names the option.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if not match or match[2] not in _UNITS or not float(match[1]):
-        raise ConfigError(
-            [Problem("--memory", f"{text!r} is no size; write a number and a unit, such as 80GiB or 24GB")]
-        )
+        raise ConfigError([Problem(option, f"{text!r} is no size; write a number and a unit, such as 80GiB or 24GB")])
     return int(float(match[1]) * _UNITS[match[2]])
 
 

@@ -6,7 +6,7 @@ Imports no torch itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from unishard.config import Config
@@ -74,6 +74,17 @@ class Plan:
     recommendation: questions.Recommendation | None = None
     """None without a device."""
     answers: Answers | None = None
+    disk_speed: int | None = None
+    """Bytes that the disk of a node reads in a second, and writes, if it is known."""
+
+    def disk_seconds(self, candidate: Candidate) -> float | None:
+        """The least time of an update on the disk, which the ranks of a node share; None if its speed is not known.
+
+        It reads the optimizer's state, and at the same time writes it.
+        """
+        if self.disk_speed is None or candidate.footprint is None:
+            return None
+        return candidate.footprint.optimizer.files * self.topology.local_world_size / self.disk_speed
 
     @property
     def exchanged(self) -> tuple[Exchanged, ...]:
@@ -134,6 +145,8 @@ class Plan:
         entry["peak"] = {"bytes": candidate.peak.nbytes, "phase": candidate.peak.phase, "module": candidate.peak.module}
         entry["reserved"] = list(candidate.reserved)
         entry["approximate"] = list(candidate.approximate)
+        if self.disk_speed is not None:
+            entry["disk_seconds"] = self.disk_seconds(candidate)
         if self.device is not None:
             entry["fits"] = candidate.fits(self.device.memory)
             entry["wire"] = wire_of(footprint, self.topology, self.device)._asdict()
@@ -149,6 +162,7 @@ def make_plan(
     seq_len: int,
     activations: bool = True,
     answers: bool = True,
+    disk_speed: int | None = None,
 ) -> Plan:
     """Plan a config.
 
@@ -160,6 +174,7 @@ def make_plan(
         seq_len: Tokens of a sample.
         activations: Whether to run a micro-batch of the model without data.
         answers: Whether to answer the inverse questions, which takes a few more micro-batches.
+        disk_speed: Of a node's disk for `offload` with `nvme`, in bytes a second.
 
     Raises:
         ConfigError: The model cannot be built.
@@ -190,7 +205,7 @@ def make_plan(
         return [candidate.sending(each.collective for each in sent) for candidate in found]
 
     candidates = planned(own_word)
-    plan = Plan(model.name, shape, cfg, topology, device, seq_len, candidates, traced, note)
+    plan = Plan(model.name, shape, cfg, topology, device, seq_len, candidates, traced, note, disk_speed=disk_speed)
     if device is None:
         return plan
     levels: list[tuple[str, Sequence[Candidate]]] = [(own_word, candidates)]
@@ -205,7 +220,7 @@ def make_plan(
     answered = (
         _answers(plan, model, recomputation, device) if answers and traced and plan.own.footprint is not None else None
     )
-    return Plan(model.name, shape, cfg, topology, device, seq_len, candidates, traced, note, recommendation, answered)
+    return replace(plan, recommendation=recommendation, answers=answered)
 
 
 def _answers(plan: Plan, model: Model, recomputation: str | list[str], device: Device) -> Answers:

@@ -71,7 +71,9 @@ def _text_table(plan: Plan, candidates: list[Candidate]) -> Iterator[str]:
             yield f"    and {with_unit(host)} of host memory"
         if files:
             each = with_unit(footprint.optimizer.files)
-            yield f"    and {with_unit(files)} in files; an update reads and writes {each}"
+            seconds = plan.disk_seconds(candidate)
+            least = "" if seconds is None else f": {seconds:.2f} s or more"
+            yield f"    and {with_unit(files)} in files; an update reads and writes {each}{least}"
 
 
 def _fits(plan: Plan, candidate: Candidate) -> str:
