@@ -81,7 +81,7 @@ def test_a_copy_is_complete_with_its_manifest_and_a_killed_one_is_continued(
 def test_what_is_deleted_or_replaced_while_it_is_copied_gets_no_manifest(
     there: Store, copies: Copies, tmp_path: Path
 ) -> None:
-    def put(path: Path, name: str) -> None:
+    def put(path: Path, name: str, tell: object) -> None:
         original(path, name)
         act()
 
@@ -181,7 +181,7 @@ def test_a_failing_store_is_asked_again_and_given_up_only_at_the_end(
 ) -> None:
     monkeypatch.setattr(uploads, "PATIENCE", 0.2)
     folder = save(tmp_path, 10, b"content", run="1a1a1a1a")
-    job = Upload("step 10", lambda stopped: copy(there, folder) and None)
+    job = Upload("step 10", lambda stopped, tell: copy(there, folder) and None)
     server.set(fault="full")
     with heard(level=logging.WARNING) as said:
         begun = time.monotonic()

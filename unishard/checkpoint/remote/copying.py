@@ -1,14 +1,15 @@
 """Copies one checkpoint or export to a store: each node the files of its ranks, rank 0 the manifest once all are there.
 
-Nothing here is collective: it runs in background threads. What nodes know of each other is what is in the store.
+Copying is not collective: it runs in background threads. What nodes know of each other is what is in the store.
 """
 
 from __future__ import annotations
 
 import re
+import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +17,11 @@ from unishard.checkpoint import manifest as manifests
 from unishard.checkpoint.files import read_bytes
 from unishard.checkpoint.remote.copies import name_of
 from unishard.checkpoint.remote.store import Store
+from unishard.distributed.on_ranks import Ranks
 from unishard.errors import CheckpointError
 
+Tell = Callable[[int, int], None]
+"""Gets how many bytes are sent, and of how many."""
 _RANK = re.compile(r"__(\d+)_\d+\.distcp")
 _POLL = 2.0
 _MINUTE = 60.0
@@ -26,8 +30,8 @@ _MINUTE = 60.0
 class Node(NamedTuple):
     """One machine among those of a run."""
 
-    ranks: Collection[int]
-    """The ranks on it."""
+    ranks: Sequence[int]
+    """The ranks on it, ascending."""
     world: int
 
     @property
@@ -41,8 +45,19 @@ class Node(NamedTuple):
         return (int(match[1]) % self.world if match else 0) in self.ranks
 
 
+def node_of(ranks: Ranks) -> Node:
+    """The node of this rank. Collective."""
+    hosts = ranks.gather(socket.gethostname())
+    return Node([rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]], ranks.world)
+
+
 def copy_checkpoint(
-    store: Store, folder: Path, node: Node, confirm: Callable[[], None], stopped: threading.Event
+    store: Store,
+    folder: Path,
+    node: Node,
+    confirm: Callable[[], None],
+    stopped: threading.Event,
+    tell: Tell = lambda sent, total: None,
 ) -> str | None:
     """Copy this node's part of a checkpoint; on the node of rank 0, complete it.
 
@@ -52,6 +67,7 @@ def copy_checkpoint(
         node: This node.
         confirm: Called before the copy is completed; raises an error if this run may not.
         stopped: Set to return early.
+        tell: Called as files are sent.
 
     Returns:
         The name of the copy if this call has completed it.
@@ -75,7 +91,7 @@ def copy_checkpoint(
     began = time.monotonic()
     wanted = [file for file in sizes if node.copies(file)]
     try:
-        _put(store, folder, name, _missing(there, {file: sizes[file] for file in wanted}), stopped)
+        _put(store, folder, name, _missing(there, {file: sizes[file] for file in wanted}), stopped, tell)
         if not node.is_first:
             return None
         patience = time.monotonic() + 2 * (time.monotonic() - began) + _MINUTE
@@ -84,7 +100,8 @@ def copy_checkpoint(
                 return None
             # What another node has not copied by now is copied from here: it may be gone.
             late = time.monotonic() > patience
-            _put(store, folder, name, {file: size for file, size in missing.items() if late or file in wanted}, stopped)
+            now = {file: size for file, size in missing.items() if late or file in wanted}
+            _put(store, folder, name, now, stopped, tell)
             stopped.wait(_POLL)
     except CheckpointError:
         if is_there_still():
@@ -97,26 +114,33 @@ def copy_checkpoint(
     return name
 
 
-def copy_export(store: Store, folder: Path, stopped: threading.Event) -> None:
+def copy_export(store: Store, folder: Path, stopped: threading.Event, tell: Tell) -> None:
     """Copy an export to `exports/`, its weights first, and then delete what an earlier one of this name has left."""
     name = f"exports/{folder.name}"
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     weights_first = sorted(sizes, key=lambda file: not file.endswith(".safetensors"))
-    _put(store, folder, name, {file: sizes[file] for file in weights_first}, stopped)
+    _put(store, folder, name, {file: sizes[file] for file in weights_first}, stopped, tell)
     if stopped.is_set():
         return
     for file in store.sizes(name).keys() - sizes.keys():
         store.delete(f"{name}/{file}")
 
 
-def _put(store: Store, folder: Path, name: str, sizes: Mapping[str, int], stopped: threading.Event) -> None:
+def _put(store: Store, folder: Path, name: str, sizes: Mapping[str, int], stopped: threading.Event, tell: Tell) -> None:
+    sent, total = 0, sum(sizes.values())
+
+    def telling(before: int) -> Callable[[int], None]:
+        return lambda part: tell(before + part, total)
+
     for file, size in sizes.items():
         if stopped.is_set():
             return
         path = folder / file
         if not path.is_file() or path.stat().st_size != size:
             raise CheckpointError(f"{path}: is gone, or has not {size} bytes")
-        store.put(path, f"{name}/{file}")
+        store.put(path, f"{name}/{file}", telling(sent))
+        sent += size
+        tell(sent, total)
 
 
 def _missing(there: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
@@ -16,7 +15,7 @@ from unishard.checkpoint.headers import header_of
 from unishard.checkpoint.remote import fetching
 from unishard.checkpoint.remote.cleaning import clean
 from unishard.checkpoint.remote.copies import Copies
-from unishard.checkpoint.remote.copying import Node, copy_checkpoint, copy_export
+from unishard.checkpoint.remote.copying import Tell, copy_checkpoint, copy_export, node_of
 from unishard.checkpoint.remote.owner import StoreOwner
 from unishard.checkpoint.remote.store import Store, StoreError
 from unishard.checkpoint.remote.uploads import Upload, Uploads
@@ -58,10 +57,8 @@ class RunCopies:
         self._root, self._retention, self._refuses, self._run = root, retention, refuses, run
         self._store = Store(url, "checkpoint.copy_to")
         ranks = ranks_of(group)
-        hosts = ranks.gather(socket.gethostname())
-        here = [rank for rank, host in enumerate(hosts) if host == hosts[ranks.rank]]
-        self._node = Node(here, ranks.world)
-        self._uploads = Uploads(self._store.url) if writes and ranks.rank == here[0] else None
+        self._node = node_of(ranks)
+        self._uploads = Uploads(self._store.url) if writes and ranks.rank == self._node.ranks[0] else None
         self._copies = Copies(self._store) if ranks.rank == 0 else None
         self._owner = StoreOwner(self._store, run) if ranks.rank == 0 and writes else None
         self._is_known = False
@@ -178,16 +175,16 @@ class RunCopies:
                 self._copies.close()
             self._store.close()
 
-    def _copy(self, folder: Path, stopped: threading.Event) -> None:
+    def _copy(self, folder: Path, stopped: threading.Event, tell: Tell) -> None:
         """Copy this node's part of a checkpoint, in the background."""
         if self._copies is None or self._owner is None:
-            copy_checkpoint(self._store, folder, self._node, lambda: None, stopped)
+            copy_checkpoint(self._store, folder, self._node, lambda: None, stopped, tell)
             return
         self._owner.claim()
         self._admit(self._copies)
         self._copying = folder
         try:
-            name = copy_checkpoint(self._store, folder, self._node, self._owner.claim, stopped)
+            name = copy_checkpoint(self._store, folder, self._node, self._owner.claim, stopped, tell)
         finally:
             self._copying = None
         if name is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -90,10 +90,13 @@ class Store:
         with self._errors(name):
             self._files.pipe_file(self._path(name), data)
 
-    def put(self, path: Path, name: str) -> None:
-        """Copy a file to the store."""
+    def put(self, path: Path, name: str, tell: Callable[[int], None] = lambda sent: None) -> None:
+        """Copy a file to the store, and tell how many bytes are sent, where its client says so."""
+        from fsspec.callbacks import Callback
+
+        sending = Callback(hooks={"tell": lambda size, value, **_: tell(value)})
         with self._errors(name):
-            self._files.put_file(str(path), self._path(name))
+            self._files.put_file(str(path), self._path(name), callback=sending)
 
     def get(self, name: str, path: Path) -> None:
         """Copy a file from the store."""

@@ -29,8 +29,9 @@ class Upload(NamedTuple):
 
     name: str
     """For messages."""
-    copy: Callable[[threading.Event], None]
-    """Copies what is not there yet. Raises StoreError to be called again; may return early once the event is set."""
+    copy: Callable[[threading.Event, Callable[[int, int], None]], None]
+    """Copies what is not there yet, and tells how many bytes are sent, and of how many. Raises StoreError to be called
+    again; may return early once the event is set."""
 
 
 class Uploads:
@@ -43,6 +44,9 @@ class Uploads:
         self._closing, self._abandoned = threading.Event(), threading.Event()
         self._closed_at = 0.0
         self._thread: threading.Thread | None = None
+        self._sent = (0, 0)
+        """Of the folder that is being copied, as `Upload.copy` has told."""
+        self._sent_at = 0.0
         self.failed = 0
         """How many attempts have failed."""
 
@@ -68,7 +72,7 @@ class Uploads:
             while self._thread.is_alive():
                 self._thread.join(_SAID_EVERY)
                 if self._thread.is_alive():
-                    _logger.warning("%s: still copying %s", self._url, self._names())
+                    _logger.warning("%s: still copying %s%s", self._url, self._names(), self._progress())
         except BaseException:
             self._abandoned.set()
             raise
@@ -90,6 +94,15 @@ class Uploads:
     def _names(self) -> str:
         return ", ".join(upload.name for upload in list(self._left))
 
+    def _progress(self) -> str:
+        """What is sent of the first folder, and since when no more: a request may hang until its client gives up."""
+        (sent, total), silent = self._sent, time.monotonic() - self._sent_at
+        said = f"; sent {sent / 1e9:.2f} of {total / 1e9:.2f} GB of the first, the last {silent:.0f} s ago"
+        return said * bool(total)
+
+    def _tell(self, sent: int, total: int) -> None:
+        self._sent, self._sent_at = (sent, total), time.monotonic()
+
     def _run(self) -> None:
         failures, since = 0, 0.0
         while not self._abandoned.is_set():
@@ -100,7 +113,7 @@ class Uploads:
                     return
                 upload = self._left[0]
             try:
-                upload.copy(self._abandoned)
+                upload.copy(self._abandoned, self._tell)
             except StoreError as error:
                 failures, self.failed, now = failures + 1, self.failed + 1, time.monotonic()
                 since = since or now
@@ -112,6 +125,6 @@ class Uploads:
                 continue
             except Exception as error:  # another run copies there, or the folder cannot be read
                 _logger.error("%s: not copied: %s", upload.name, text_of(error))
-            failures, since = 0, 0.0
+            failures, since, self._sent = 0, 0.0, (0, 0)
             with self._changed:
                 self._left.popleft()
