@@ -39,6 +39,11 @@ class Handler(localbucket.S3Handler):
             raise localbucket.S3Error(*FAULTS[fault], "injected")
         super()._put(bucket, key)
 
+    def _get(self, bucket: str, key: str, include_body: bool) -> None:
+        if include_body:
+            self.server.got.append(key)
+        super()._get(bucket, key, include_body)
+
     def _post_request(self, bucket: str, key: str) -> None:
         if "delete" not in self.query:
             super()._post_request(bucket, key)
@@ -61,6 +66,7 @@ class ObjectStore:
         self.root, self.folder, self._port = root, root / "bucket", 0
         self.folder.mkdir(parents=True)
         self.put: list[str] = []
+        self.got: list[str] = []
         self.deleted: list[str] = []
         self.start()
 
@@ -68,7 +74,7 @@ class ObjectStore:
         handler = type("BoundHandler", (Handler,), {"data_root": self.root})
         self._server = ThreadingHTTPServer(("127.0.0.1", self._port), handler)
         self._server.daemon_threads = True
-        self._server.put, self._server.deleted = self.put, self.deleted
+        self._server.put, self._server.got, self._server.deleted = self.put, self.got, self.deleted
         self._port = self._server.server_port
         self.set()
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()

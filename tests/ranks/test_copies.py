@@ -6,7 +6,9 @@ import os
 import shutil
 import signal
 import socket
+import tempfile
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,7 @@ from object_store import ObjectStore, use
 
 from unishard.checkpoint import finding
 from unishard.checkpoint.remote import copying, uploads
+from unishard.config.paths import url_of
 
 pytestmark = pytest.mark.ranks
 URL = "s3://bucket/run"
@@ -87,6 +90,57 @@ def test_another_engine_on_an_empty_disk_goes_on_from_the_copies(backend, root, 
         assert f"{URL}: fetching the latest checkpoint, {resumed.path.name}, to {root}/run" in said
         assert [problems_of(found.path) for found in finding.checkpoints(folder)] == [[], []]
         assert steps(folder) == steps(f"{root}/run") == [4, 5]
+
+
+@in_ranks(cells=EACH)
+def test_a_load_takes_a_url_and_each_node_fetches_it_once(backend, root, monkeypatch):
+    server = served(root)
+    other = config(OTHER[backend])
+    with prepare(config(backend, checkpoint=copied(root))) as engine:
+        train(engine, own_share(2))
+    with prepare(other) as engine:
+        engine.load(f"{root}/run")
+        expected = train(engine, own_share(2))
+    temporary = Path(root, "temporary")
+    temporary.mkdir(exist_ok=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    for hosts in ([0, 0], [0, 1]):
+        monkeypatch.setattr(socket, "gethostname", lambda hosts=hosts: f"node{hosts[my_rank()]}")
+        before = 0 if server is None else len(server.got)
+        dist.barrier()
+        with heard() as said, prepare(other) as engine:
+            resumed = engine.load(URL)
+            dist.barrier()
+            assert not list(temporary.iterdir())
+            assert train(engine, own_share(2)) == expected
+        if server is not None:
+            fetched = Counter(key for key in server.got[before:] if key.endswith(".distcp"))
+            assert set(fetched.values()) == {len(set(hosts))}
+            assert any(line.startswith(f"{url_of(resumed.path)}: fetching it to ") for line in said)
+    with prepare(other) as engine:
+        assert engine.load(resumed.path).step == 2
+        assert "no complete checkpoint" in refused(engine.load, "s3://bucket/nothing")
+    assert not list(temporary.iterdir())
+
+
+@in_ranks
+def test_a_moving_average_at_a_url_stays_until_it_is_asked_for(root, monkeypatch):
+    served(root)
+    temporary = Path(root, "temporary")
+    temporary.mkdir(exist_ok=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with prepare(config("fsdp", checkpoint=copied(root))) as engine:
+        average = engine.weights.average(0.5)
+        train(engine, own_share(2))
+        expected = average.read("head.weight")
+    with prepare(config("deepspeed")) as engine:
+        engine.load(URL)
+        assert list(temporary.iterdir())
+        found = engine.weights.average(0.5).read("head.weight")
+        train(engine, own_share(1))
+        engine.save(f"{root}/elsewhere")
+        assert not [each for each in temporary.iterdir() if "fetched" in each.name]
+    assert found.equal(expected)
 
 
 @in_ranks
@@ -153,6 +207,25 @@ def test_what_cannot_be_copied_is_refused_before_the_first_update(root):
         assert newest is not None
         assert newest.name.startswith("step-00000001-")
         assert len(commits) == 3
+
+
+@in_ranks(world=1, cells=EACH)
+def test_what_prepare_has_opened_is_closed_where_it_fails_later(backend, root, monkeypatch):
+    served(root)
+    handler = signal.getsignal(signal.SIGUSR1)
+    asked = copied(root, on_signal=["SIGUSR1"], async_save=True)
+    cfg = config(backend, checkpoint=asked, offload={"optimizer": "nvme", "nvme_path": root})
+    for fails in ("unishard.engine.state.save_and_load.RunCopies", "unishard.engine.engine.Framework"):
+        with monkeypatch.context() as late:
+            late.setattr(fails, lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                prepare(cfg)
+        assert not [thread.name for thread in threading.enumerate() if "copies" in thread.name or "nvme" in thread.name]
+        assert signal.getsignal(signal.SIGUSR1) is handler
+        files = [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
+        assert not [file for file in files if file.startswith(f"{root}/#")]
+    with prepare(cfg) as engine:
+        train(engine, own_share(1))
 
 
 def killed(root: str) -> tuple[list[int], list[int]]:

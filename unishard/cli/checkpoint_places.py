@@ -47,14 +47,14 @@ def checkpoint_at(where: Path, *, whole: bool = True) -> Iterator[ReachedCheckpo
         folder = finding.locate(where)
         yield ReachedCheckpoint(folder, str(folder), lambda: size_of(folder))
         return
-    with _copies_at(url) as copies:
-        newest = finding.latest(copies.manifests)
-        if newest is None:
-            raise CheckpointError(f"{url}: no complete checkpoint; run `unishard checkpoint list {url}`")
+    from unishard.checkpoint.remote.copies import copies_at, newest_at
+
+    with copies_at(url) as copies:
+        newest = newest_at(url, copies)
         sizes = copies.store.sizes(newest.name)
         shown = f"{copies.store.url}/{newest.name}"
         if not whole:
-            yield ReachedCheckpoint(newest, shown, lambda: sum(sizes.values()))
+            yield ReachedCheckpoint(newest.path, shown, lambda: sum(sizes.values()))
             return
         with TemporaryDirectory(prefix="unishard-fetched-") as root:
             yield ReachedCheckpoint(_fetched(copies, newest.name, Path(root), sum(sizes.values())), shown, lambda: 0)
@@ -82,29 +82,13 @@ def listed_in(root: Path) -> list[dict[str, Any]]:
 def listed_at(url: str) -> list[dict[str, Any]]:
     """The checkpoints at a URL, as objects of `unishard checkpoint list --json`."""
     from unishard.checkpoint import finding
+    from unishard.checkpoint.remote.copies import copies_at
 
-    with _copies_at(url) as copies:
+    with copies_at(url) as copies:
         latest = finding.latest(copies.manifests)
         entries = [listed(found.path, found.step, latest) for found in finding.checkpoints(copies.manifests)]
         entries += [left_over(copies.manifests / name) for name in copies.incomplete]
         return [entry | {"bytes": sum(copies.store.sizes(entry["name"]).values())} for entry in entries]
-
-
-@contextmanager
-def _copies_at(url: str) -> Iterator[Copies]:
-    """The checkpoints at a URL, or the one that it names."""
-    from unishard.checkpoint import finding, manifest
-    from unishard.checkpoint.remote.copies import Copies
-    from unishard.checkpoint.remote.store import Store
-
-    above, _, name = url.rstrip("/").rpartition("/")
-    is_one = bool(finding.STEP.fullmatch(name)) and manifest.FILE in Store(url).names()
-    copies = Copies(Store(above if is_one else url))
-    try:
-        copies.refresh([name] if is_one else None)
-        yield copies
-    finally:
-        copies.close()
 
 
 def _fetched(copies: Copies, name: str, root: Path, total: int) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -34,9 +35,9 @@ def expanded(directory: str | os.PathLike[str]) -> str:
     return path
 
 
-def url_of(path: os.PathLike[str]) -> str | None:
-    """The URL that a path was made of, which has lost a slash; None if it was none."""
-    text = os.fspath(path)
+def url_of(path: str | os.PathLike[str]) -> str | None:
+    """A URL, or that which a path was made of, which has lost a slash; None if it was none."""
+    text = str(Path(path))
     if not _URL.match(text):
         return None
     scheme, _, rest = text.partition(":")

@@ -132,7 +132,7 @@ class Resumed(NamedTuple):
     """Where a run continues after `Engine.load`."""
 
     path: Path
-    """The checkpoint."""
+    """The checkpoint; of a URL that as a path, which `load` takes again."""
     step: int
     """Accumulation windows that had ended when it was saved, including skipped updates."""
     epoch: int | None

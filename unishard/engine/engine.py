@@ -7,7 +7,7 @@ adapter (`unishard.contract.adapter`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, Literal, Self, cast
@@ -49,7 +49,6 @@ from unishard.engine.training_only import require_training
 from unishard.engine.weights import Weights
 from unishard.errors import ContractError
 from unishard.failures import lifetime
-from unishard.nvme.offload import FileOffload
 from unishard.observe.expected_memory import ExpectedMemory
 from unishard.observe.observer import Observers
 from unishard.observe.one_number import check_number
@@ -67,11 +66,11 @@ class Engine(OtherNames, Process):
     What is not the loop is in three parts: `weights`, `gradients` and `framework`.
     """
 
-    def __init__(self, adapter: ShardedModel, plan: RunPlan, around: AroundForward, files: FileOffload) -> None:
-        """Set up the parts of the engine around an adapter. Collective."""
+    def __init__(self, adapter: ShardedModel, plan: RunPlan, around: AroundForward, opened: ExitStack) -> None:
+        """Set up the parts of the engine around an adapter, and close them with what is open already. Collective."""
         updates, module, warn = adapter.updates, adapter.module, WarnOnce()
         super().__init__(adapter.device)
-        self._adapter, self._around, self._files = adapter, around, files
+        self._adapter, self._around = adapter, around
         self._sequences = sequences = around.sequences
         self._order = order = order_of_calls(adapter, plan)
         self._observers = Observers()
@@ -99,6 +98,7 @@ class Engine(OtherNames, Process):
         else:
             guards = training_guards(updates, plan, order, trainable, self._unshared_data, shown, around)
             self._accumulation = training_windows(updates, plan.optimizer, plan, order, self._observers, guards)
+            opened.callback(self._accumulation.close)
         self._checkpoints = SaveAndLoad(
             Run(
                 training=plan.loop,
@@ -117,9 +117,11 @@ class Engine(OtherNames, Process):
                 group_names=[] if plan.optimizer is None else plan.optimizer.groups,
             )
         )
-        self._guarded = guarded_module(adapter, plan, order, self._evaluation)
+        opened.callback(self._checkpoints.close)
+        opened.callback(guarded_module(adapter, plan, order, self._evaluation).close)
         whole = None if sequences is None else WholeCalls(self, sequences, around.place, adapter.device)
         self._routed = RoutedCalls(module, order.blocks, whole or self, self.generate, self._evaluation.require_shared)
+        opened.callback(self._routed.close)
         parameters = NamedParameters(adapter, order, tensors)
         self._weights = Weights(adapter, order, parameters, tensors, trainable, self._buffers, self._accumulation)
         self._gradients = Gradients(
@@ -128,6 +130,7 @@ class Engine(OtherNames, Process):
         self._framework = Framework(
             adapter, plan, order, self._accumulation, self._weights, self._checkpoints, self._routed, whole, self.close
         )
+        self._opened = opened.pop_all()
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -471,9 +474,9 @@ class Engine(OtherNames, Process):
         seeded from `training.seed`, the step and the rank. A loop over `batches` around the call goes back, too.
 
         Args:
-            source: A checkpoint; a directory of checkpoints, of which the newest complete one is used; `"latest"` for
-                the newest in `checkpoint.dir`, which may have none yet; or `"best"` for the one there with the best
-                metric of the newest run.
+            source: A checkpoint; a directory of checkpoints, of which the newest complete one is used; a URL of either,
+                which each node fetches to a temporary directory; `"latest"` for the newest in `checkpoint.dir`, which
+                may have none yet; or `"best"` for the one there with the best metric of the newest run.
             strict: Whether every name, shape and kind of optimizer state must match; if not, what does not is logged.
             verify: `"files"` checks the files' checksums before reading; `"bits"` also checks afterwards that every
                 tensor is bit-equal to what was saved, on any engine and number of ranks; None checks nothing.
@@ -554,15 +557,7 @@ class Engine(OtherNames, Process):
             why.add_note(note)
         lifetime.ended_by(why)
         self._order.close(why)
-        try:
-            self._routed.close()
-            self._guarded.close()
-            if self._accumulation is not None:
-                self._accumulation.close()
-            self._checkpoints.close()
-        finally:
-            for each in (self._around, self._adapter, self._files):
-                each.close()
+        self._opened.close()
 
     def _training(self, call: str) -> Accumulation:
         return require_training(self._accumulation, self._order, call)

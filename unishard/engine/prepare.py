@@ -116,19 +116,19 @@ def prepare(
         adopt(model)
         check_groups(cfg, topology)
         groups_of = partial(make_groups, shared=shard_group_size(cfg, topology) if cfg.sharding.hybrid else None)
-        with ExitStack() as on_error:
+        with ExitStack() as opened:  # until the engine closes it
             sliced = SlicedModel(model, cfg.parallel, groups_of)
-            on_error.callback(sliced.close)
+            opened.callback(sliced.close)
             plan = resolve(model, cfg, topology, optimizer, scheduler, train=train)
             around = AroundForward(model, plan, sliced)
-            on_error.callback(around.close)
+            opened.callback(around.close)
             sliced.let_go()
             files = FileOffload(plan.model.offload, topology)
-            on_error.callback(files.close)
+            opened.callback(files.close)
             adapter = _shard(model, plan)
             sliced.count_gradients(over_holders=plan.backend.averages_over_holders)
             adapter.forward_is_collective |= sliced.exchanges
-            on_error.callback(adapter.close)
+            opened.callback(adapter.close)
             layout = plan.layout(() if plan.optimizer is None else plan.optimizer.groups)
             _verify(adapter, plan, layout)
             if adapter.updates is not None and plan.optimizer is not None:
@@ -136,8 +136,7 @@ def prepare(
                 share_blocks(adapter.updates, plan.optimizer.groups, layout, topology.rank)
                 share_whole_tensors(adapter.updates, plan, layout)
             files.take(adapter)
-            engine = Engine(adapter, plan, around, files)
-            on_error.pop_all()  # from here on the engine closes them
+            engine = Engine(adapter, plan, around, opened)
         return engine if plan.optimizer is None else _begin(engine, plan, reseed=reseed)
 
 

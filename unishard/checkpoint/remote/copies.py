@@ -11,17 +11,51 @@ from __future__ import annotations
 
 import shutil
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from unishard.checkpoint import finding
 from unishard.checkpoint import manifest as manifests
+from unishard.checkpoint.finding import FoundCheckpoint
 from unishard.checkpoint.remote.store import Store
+from unishard.errors import CheckpointError
 
 
 def name_of(step: int, manifest: bytes) -> str:
     """The name of a checkpoint in a store."""
     return finding.name_of(step, f"{zlib.crc32(manifest):08x}")
+
+
+@contextmanager
+def copies_at(url: str) -> Iterator[Copies]:
+    """The checkpoints under a URL, or the one that it names.
+
+    Raises:
+        ConfigError: A package for this scheme is not installed, or nobody knows the scheme.
+        StoreError: The store has failed.
+    """
+    above, _, name = url.rstrip("/").rpartition("/")
+    is_one = bool(finding.STEP.fullmatch(name)) and manifests.FILE in Store(url).names()
+    copies = Copies(Store(above if is_one else url))
+    try:
+        copies.refresh([name] if is_one else None)
+        yield copies
+    finally:
+        copies.close()
+
+
+def newest_at(url: str, copies: Copies) -> FoundCheckpoint:
+    """The newest complete checkpoint of those under a URL.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    newest = finding.latest(copies.manifests)
+    if newest is None:
+        raise CheckpointError(f"{url}: no complete checkpoint; run `unishard checkpoint list {url}`")
+    return next(each for each in finding.checkpoints(copies.manifests) if each.path == newest)
 
 
 class Copies:

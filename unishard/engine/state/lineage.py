@@ -56,11 +56,16 @@ class Lineage:
         name, header = self._known(root), None if resumes is None else header_of(resumes)
         return header.run if header is not None else self._new if name is None else name.run
 
-    def resumed(self, checkpoint: Path) -> None:
-        """Continue the run of a checkpoint, in its directory."""
+    def resumed(self, checkpoint: Path, shown: Path) -> None:
+        """Continue the run of a checkpoint, in its directory.
+
+        Args:
+            checkpoint: Where it is.
+            shown: What a user knows it as.
+        """
         header, name = header_of(checkpoint), finding.STEP.fullmatch(checkpoint.name)
         run = header.run if header else UNKNOWN_RUN
-        self._from, self._admitted = checkpoint, False
+        self._from, self._admitted = shown, False
         self._resumed = (
             checkpoint.parent.resolve(),
             RunName(run, other_run_present=name is not None and name["run"] == run),

@@ -17,8 +17,10 @@ from unishard.checkpoint.export.online import export
 from unishard.checkpoint.files import path_of
 from unishard.checkpoint.headers import header_of
 from unishard.checkpoint.plan_cache import PlanCache
+from unishard.checkpoint.remote.download import Download
 from unishard.checkpoint.remote.run_copies import RunCopies
 from unishard.checkpoint.saving import Retention, Snapshot, save, without_collections
+from unishard.config.paths import url_of
 from unishard.contract.results import Resumed
 from unishard.distributed import agreement, process_group
 from unishard.distributed.interrupts import deferred
@@ -44,8 +46,8 @@ class SaveAndLoad:
         self._run = run
         self._asked = run.checkpoint
         self._plans = PlanCache(background=self._asked.async_save)
-        self._background = Background(ready=self._asked.async_save)
         self._autosave = Autosave(self._asked) if run.accumulation is not None else None
+        self._background = Background(ready=self._asked.async_save)
         self._state_to_save: Callable[[], Any] | None = None
         self._dir = (
             None if self._asked.dir is None else path_of(self._asked.dir, "checkpoint.dir").absolute()
@@ -61,7 +63,13 @@ class SaveAndLoad:
         """Those that it releases as soon as no save is running."""
         self.resumed: Resumed | None = None
         """The last load."""
-        self._copies = self._open_copies()
+        self._download: Download | None = None
+        self._copies: RunCopies | None = None
+        try:
+            self._copies = self._open_copies()
+        except BaseException:
+            self.close()
+            raise
         self._check_before_update()
 
     def _open_copies(self) -> RunCopies | None:
@@ -168,22 +176,29 @@ class SaveAndLoad:
         if verify not in ("files", "bits", None):
             raise ContractError(f'load: verify is {verify!r}; pass "files", "bits", or None for no check')
         which = source if source in ("latest", "best") else None
-        place = self._directory(None if which else source, "load")
+        url = url_of(source) if isinstance(source, str | Path) else None
+        place = None if url else self._directory(None if which else source, "load")
         description = f"{which} of {self._asked.dir}" if which else source
         order.ranks.check_now("load", f", from {description}, strict={strict}, verify={verify}, data={data}")
         group = process_group.host_group()
         self.wait()
-        self._own_to_resume(place, which)
-        if self._copies is not None and which is not None:
-            self._copies.fetch(which, self._asked.best, group)
-        folder = on_first(group, lambda: self._found(place, which))
+        self._let_go()
+        if place is None:
+            self._download = Download(str(url), group)
+            folder: Path | None = self._download.folder
+        else:
+            folder = self._found(place, which, group)
         if folder is None:
             if dist.get_rank() == 0:
                 _logger.info("no checkpoint in %s; training starts from the beginning", place)
             return None
         self.resumed = restore(self._run, folder, group, strict=strict, verify=verify, data=data)
+        if self._download is not None:
+            self.resumed = self.resumed._replace(path=Path(self._download.url))
         if dist.get_rank() == 0:
-            self._lineage.resumed(folder)
+            self._lineage.resumed(folder, self.resumed.path)
+        if self._run.tensors.saved_average is None:  # which is read when it is asked for
+            self._let_go()
         if self._copies is not None and folder.parent == self._dir and (header := header_of(folder)):
             self._copies.catch_up(header.run)
         for tell in self._run.observers.on_load:
@@ -191,8 +206,15 @@ class SaveAndLoad:
         self._check_before_update()
         return self.resumed
 
-    def _found(self, place: Path, which: str | Path | None) -> Path | None:
-        """Rank 0: the checkpoint that a user asks for; None if it is the latest and there is none."""
+    def _found(self, place: Path, which: str | Path | None, group: dist.ProcessGroup) -> Path | None:
+        """What a user asks for in a directory; None if it is the latest and there is none. Collective."""
+        self._own_to_resume(place, which)
+        if self._copies is not None and which is not None:
+            self._copies.fetch(str(which), self._asked.best, group)
+        return on_first(group, lambda: self._located(place, which))
+
+    def _located(self, place: Path, which: str | Path | None) -> Path | None:
+        """The same on rank 0."""
         if which == "latest":
             checkpoint, lost = finding.latest(place), finding.newer_than_latest(place)
             if lost is not None and checkpoint is None:
@@ -247,6 +269,7 @@ class SaveAndLoad:
 
     def _drop_average(self) -> None:
         """Warn of a moving average that is loaded no more: the weights move on, or are saved without it."""
+        self._let_go()
         saved, self._run.tensors.saved_average = self._run.tensors.saved_average, None
         if saved is not None and dist.get_rank() == 0:
             _logger.warning(
@@ -254,6 +277,12 @@ class SaveAndLoad:
                 "engine.weights.average(decay) before the first training forward, and before a save",
                 saved.folder,
             )
+
+    def _let_go(self) -> None:
+        """Delete what was fetched for the last load."""
+        if self._download is not None:
+            self._download.close()
+            self._download = None
 
     def export(
         self, folder: str | Path, *, dtype: str | None, max_shard_size: int | str, tokenizer: Any, overwrite: bool
@@ -299,6 +328,7 @@ class SaveAndLoad:
 
     def close(self) -> None:
         """Restore signal handlers, release this engine's directories, and wait for the background save and copies."""
+        self._let_go()
         if self._autosave is not None:
             self._autosave.close()
         for root in [root for root, saver in _savers.items() if saver is self]:
