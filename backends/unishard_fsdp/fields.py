@@ -123,11 +123,14 @@ def casts_inputs(cfg: Config) -> Native:
 
 
 def offload(cfg: Config) -> Native:
-    """Where parameters and optimizer state lie in host memory."""
+    """Where parameters and optimizer state lie in host memory. Where only the state does not lie on the device, and in
+    files, FSDP2 has nothing to do: its pieces come with those of the shards.
+    """
     places = {cfg.offload.params, cfg.offload.optimizer}
     place = {"pin_memory": cfg.offload.pin_memory and cfg.offload.params != "nvme"} if places != {"none"} else None
     hosted = only_optimizer(cfg)
-    return {"offload_policy": None if hosted else place, "host_optimizer": place if hosted else None}
+    copied = hosted and cfg.offload.optimizer == "cpu"
+    return {"offload_policy": None if hosted else place, "host_optimizer": place if copied else None}
 
 
 def prefetch(cfg: Config) -> Native:

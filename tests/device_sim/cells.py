@@ -128,6 +128,7 @@ CELLS = (
             ("eight_bit", "shard_grad_op", "fp32", ""),
             ("eight_bit", "full_shard", "bf16", ""),
             ("eight_bit", "full_shard", "fp32", "optimizer"),
+            ("eight_bit", "full_shard", "bf16", "state_files"),
             ("experts", "shard_grad_op", "fp32", ""),
             ("experts", "full_shard", "fp32", ""),
             ("experts", "full_shard", "bf16", ""),

@@ -18,6 +18,7 @@ from torch import nn
 
 import unishard
 from unishard.nvme import file_space
+from unishard.nvme.rank_file import RankFile
 from unishard.testing.models import MlpOutput, mlp
 
 STATE = {"params": "none", "optimizer": "nvme"}
@@ -151,6 +152,29 @@ def test_a_checkpoint_does_not_know_of_files(backend):
     for first, second in (found[:2], found[2:]):
         assert first[0] == second[0]
         assert same(first[1], second[1])
+
+
+@in_ranks(cells=EACH)
+def test_an_update_reads_and_writes_each_piece_once(backend):
+    moved = []
+
+    def noted(act):
+        def call(file, start, memory):
+            moved.append((act.__name__, start))
+            act(file, start, memory)
+
+        return call
+
+    with (
+        one_directory() as directory,
+        mock.patch.object(RankFile, "read", noted(RankFile.read)),
+        mock.patch.object(RankFile, "write", noted(RankFile.write)),
+        unishard.prepare(Wide(), cfg_of(backend, STATE, directory=directory)) as engine,
+    ):
+        updated(engine, 0)
+        moved.clear()
+        updated(engine, 1)
+    assert len(moved) == len(set(moved)) > 4 * 2 * 3  # pieces, both ways, of three keys
 
 
 EIGHT_BITS = (

@@ -160,6 +160,17 @@ def test_what_lies_in_files_takes_no_host_memory_but_three_pieces(backend) -> No
     assert files.gradients == host.gradients
 
 
+def test_where_only_the_state_is_in_files_no_host_copies_are_kept() -> None:
+    def footprint(offload):
+        cfg = config(sharding="full_shard", offload=offload, optimizer={"name": "adamw"})
+        return registry.get("fsdp").footprint(llama(2, 64, 96, 16, 97), cfg, Topology(8, 8))
+
+    host, files = footprint({"optimizer": "cpu"}), footprint({"optimizer": "nvme", "nvme_path": "x"})
+    assert files.optimizer.files == host.optimizer.host > 0
+    assert (files.masters.total, files.buffers.host) == (0, 3 * files.optimizer.files)
+    assert files.parameters == host.parameters
+
+
 def test_of_a_state_of_8_bits_the_codes_lie_in_files() -> None:
     shape = llama(2, 512, 1024, 64, 997)
 

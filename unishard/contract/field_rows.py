@@ -99,7 +99,7 @@ NO_STATE_IN_FILES = (
     "adamw_8bit"
 )
 """Of the optimizer's state, which no engine keeps in files."""
-STATE_IN_FILES = "unishard's own: a file of each rank, read, stepped and written by pieces; the engine has cpu"
+STATE_IN_FILES = "unishard's own: a file of each rank, read, stepped and written by pieces"
 WEIGHTS_IN_FILES = "unishard's own: shards and fp32 master weights mapped on a file of each rank; the engine has cpu"
 BEFORE_EACH_FORWARD = "DistributedDataParallel sends them before each forward"
 BUFFERS = Rule(

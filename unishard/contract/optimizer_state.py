@@ -50,6 +50,11 @@ def keep_state(optimizer: Any, memory: Callable[[str, Tensor], Tensor | None]) -
     _MEMORY[optimizer] = memory
 
 
+def is_kept(optimizer: Any) -> bool:
+    """Whether the state of an optimizer lies where a function says."""
+    return optimizer in _MEMORY
+
+
 def memory_for(optimizer: Any, key: str, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Memory for a key of the state of a tensor, where the state lies; what is in it may be of a state before."""
     memory = _MEMORY[optimizer](key, like) if optimizer in _MEMORY else None

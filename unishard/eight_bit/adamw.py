@@ -36,7 +36,8 @@ class Update8bit(NamedTuple):
 
     def run(self, begin: int, end: int, codes: Mapping[str, Tensor] | None = None) -> None:
         """Update elements of the shard, whole blocks, whose codes may lie in other memory than those of the moments."""
-        shard = _Stepped(self.stepped, begin, end)
+        codes = self.moments.codes if codes is None else codes
+        shard = _Stepped(self.stepped, begin, end, next(iter(codes.values())).device)
         self.moments.update(shard.weights, shard.gradient, self.options, begin, codes)
         shard.write()
 
@@ -113,11 +114,10 @@ class AdamW8bit(ShardOptimizer):
             if not held or name not in stepped or stepped[name].tensor.grad is None:
                 continue
             if self.is_small(name, sharing.layout[name].numel):
-                shard = _Stepped(stepped[name], 0, len(held))
+                shard = _Stepped(stepped[name], 0, len(held), stepped[name].tensor.device)
                 small.append((shard, self.small_of(name, shard.weights)))
             else:
-                device = stepped[name].tensor.device
-                moments = self.moments_of(name, held, device).to(device)
+                moments = self.moments_of(name, held, stepped[name].tensor.device)
                 moments.step += 1
                 yield Update8bit(name, moments, stepped[name], group)
         if small:
@@ -141,7 +141,7 @@ class AdamW8bit(ShardOptimizer):
         if name not in self.moments:
             codes = None if self.codes_of is None else {key: self.codes_of(name, key) for key in MOMENTS}
             self.moments[name] = Moments8bit(held, device, step, codes)
-        return self.moments[name]
+        return self.moments[name].to(device) if self.codes_of is None else self.moments[name]
 
     def small_of(self, name: str, weights: Tensor) -> dict[str, Any]:
         """The same of a small one."""
@@ -152,18 +152,21 @@ class AdamW8bit(ShardOptimizer):
 
 class _Stepped:
     """Elements of this rank's shard of a parameter in one step, flat: the memory of the engine, or a copy of what is
-    not contiguous.
+    not contiguous or lies on another device.
     """
 
-    def __init__(self, stepped: SteppedShard, begin: int, end: int) -> None:
+    def __init__(self, stepped: SteppedShard, begin: int, end: int, device: torch.device) -> None:
         own = slice(stepped.start + begin, stepped.start + end)
         assert stepped.tensor.grad is not None
         self._tensor = stepped.tensor.detach()
         self._flat = self._tensor.reshape(-1)
-        self.weights = self._flat[own]
-        self.gradient = stepped.tensor.grad.reshape(-1)[own].to(self.weights.dtype)
+        self._own = self._flat[own]
+        self.weights = self._own.to(device)
+        self.gradient = stepped.tensor.grad.reshape(-1)[own].to(device, self.weights.dtype)
 
     def write(self) -> None:
         """Give the engine a copy's values."""
+        if self.weights is not self._own:
+            self._own.copy_(self.weights)
         if not self._tensor.is_contiguous():
             self._tensor.copy_(self._flat.view(self._tensor.shape))

@@ -49,7 +49,8 @@ class Moments8bit:
             if codes is None
             else dict(codes)
         )
-        self._scales = {key: torch.zeros(blocks, device=device) for key in MOMENTS}
+        where = next(iter(self.codes.values())).device
+        self._scales = {key: torch.zeros(blocks, device=where) for key in MOMENTS}
 
     def update(
         self,

@@ -24,7 +24,7 @@ class MomentsInFile:
         """Lay the codes out; nothing is allocated.
 
         Args:
-            optimizer: Has not stepped yet; steps shards in host memory.
+            optimizer: Has not stepped yet. Shards on a device come to the host piece by piece, and go back.
         """
         self._optimizer = optimizer
         self._lead: dict[str, int] = {}

@@ -54,7 +54,7 @@ class FileOffload:
         if self._offload.params == "nvme":
             parts.append(WeightsInFile(model.weight_memory()))
         if self._offload.optimizer == "nvme" and model.updates is not None:
-            self._state = _state_of(model.updates)
+            self._state = _state_of(model.updates, pin_memory=self._offload.pin_memory)
             parts.append(self._state)
         starts = [0, *accumulate(part.nbytes for part in parts)]
         ranks, gib = self._topology.local_world_size, starts[-1] / 2**30
@@ -77,7 +77,7 @@ class FileOffload:
             self._file.close()
 
 
-def _state_of(updates: Updates) -> StateInFile | MomentsInFile:
+def _state_of(updates: Updates, *, pin_memory: bool) -> StateInFile | MomentsInFile:
     optimizer = updates.torch_optimizer
     if isinstance(optimizer, AdamW8bit):
         return MomentsInFile(optimizer)
@@ -85,4 +85,4 @@ def _state_of(updates: Updates) -> StateInFile | MomentsInFile:
         kind = type(optimizer).__name__
         problem = f"nvme needs an optimizer that updates each element from its own state, not {kind}; choose cpu"
         raise ConfigError([Problem("offload.optimizer", problem)])
-    return StateInFile(optimizer, updates.stepped())
+    return StateInFile(optimizer, updates.stepped(), pin_memory=pin_memory)

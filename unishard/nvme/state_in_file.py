@@ -26,14 +26,16 @@ class StateInFile:
     Between steps its state has tensors that are mapped on the file, so what reads or writes them needs to know nothing.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor], *, pin_memory: bool) -> None:
         """Lay the state out; nothing is allocated.
 
         Args:
             optimizer: Has not stepped yet; each element of an update depends on the element of the state.
-            tensors: All that it will step, in host memory.
+            tensors: All that it will step. What lies on a device comes to the host piece by piece, and goes back.
+            pin_memory: Whether page-locked memory is used for that.
         """
         self._optimizer: Any = optimizer
+        self._pin_memory = pin_memory
         spaces: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
         for tensor in tensors:
             spaces[tensor.dtype].append(tensor)
@@ -98,7 +100,7 @@ class StateInFile:
         left: dict[Tensor, _Left] = {}
 
         def step(cuts: Sequence[Cut], held: Mapping[str, Tensor]) -> None:
-            views = {cut.tensor: _view(cut) for cut in cuts}
+            views = {cut.tensor: self._view(cut) for cut in cuts}
             optimizer.param_groups = [*_groups_of(groups, views)]
             optimizer.state = defaultdict(dict)
             for cut in cuts:
@@ -106,7 +108,10 @@ class StateInFile:
                     optimizer.state[views[cut.tensor]] = _entry(space, entry, cut, held)
             inner()
             for cut in cuts:
-                left[cut.tensor] = _finish(optimizer.state[views[cut.tensor]], cut, held)
+                view = views[cut.tensor]
+                left[cut.tensor] = _finish(optimizer.state[view], cut, held)
+                if view.device != cut.tensor.device:
+                    _weights(cut).copy_(view)
 
         try:
             streams.move(space.cuts(tensors), step)
@@ -117,6 +122,18 @@ class StateInFile:
             for key in keys:
                 if key not in state[tensor] or not space.holds(key, tensor, state[tensor][key]):
                     state[tensor][key] = space.state(key, tensor)
+
+    def _view(self, cut: Cut) -> nn.Parameter:
+        """The part of a tensor and of its gradient, in host memory."""
+        assert cut.tensor.grad is not None
+        view = nn.Parameter(self._on_host(_weights(cut)))
+        view.grad = self._on_host(cut.tensor.grad.reshape(-1)[cut.start : cut.stop])
+        return view
+
+    def _on_host(self, part: Tensor) -> Tensor:
+        if part.device.type == "cpu":
+            return part
+        return torch.empty(part.shape, dtype=part.dtype, pin_memory=self._pin_memory).copy_(part)
 
 
 def _memory_in(spaces: Sequence[FileSpace], key: str, like: Tensor) -> Tensor | None:
@@ -139,11 +156,8 @@ def _groups_of(groups: Iterable[dict[str, Any]], views: Mapping[Tensor, Tensor])
             yield group | {"params": own}
 
 
-def _view(cut: Cut) -> nn.Parameter:
-    view = nn.Parameter(cut.tensor.detach().view(-1)[cut.start : cut.stop])
-    assert cut.tensor.grad is not None
-    view.grad = cut.tensor.grad.reshape(-1)[cut.start : cut.stop]
-    return view
+def _weights(cut: Cut) -> Tensor:
+    return cut.tensor.detach().view(-1)[cut.start : cut.stop]
 
 
 def _entry(space: FileSpace, entry: Mapping[str, Any], cut: Cut, held: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -151,7 +165,7 @@ def _entry(space: FileSpace, entry: Mapping[str, Any], cut: Cut, held: Mapping[s
     values: dict[str, Any] = {}
     for key, value in entry.items():
         if key not in held:
-            values[key] = value.clone() if isinstance(value, Tensor) else value
+            values[key] = value.to("cpu", copy=True) if isinstance(value, Tensor) else value
             continue
         values[key] = _part(held[key], cut)
         if not space.holds(key, cut.tensor, value):  # made by the optimizer's constructor, or by others

@@ -47,11 +47,13 @@ class Streams:
         ]
         self._reader = ThreadPoolExecutor(1, "unishard-nvme-read")
         self._writer = ThreadPoolExecutor(1, "unishard-nvme-write")
-        self._slot: dict[int, int] = {}
+        self._slot_of: dict[int, int] = {}
+        """By the number of a piece."""
         self._reads: dict[int, Future[None]] = {}
+        """By the number of a piece."""
         self._writes: dict[int, Future[None]] = {}
         """By slot."""
-        self._left: Iterator[int] = iter(())
+        self._unread: Iterator[int] = iter(())
         self._last: int | None = None
         """The piece that was taken last."""
 
@@ -62,8 +64,8 @@ class Streams:
             pieces: By their numbers, in ascending order, what lies in each.
             step: Gets that, and the piece by key.
         """
-        self._slot = {number: place % PIECES_IN_MEMORY for place, number in enumerate(pieces)}
-        self._left, self._last = iter(pieces), None
+        self._slot_of = {number: place % PIECES_IN_MEMORY for place, number in enumerate(pieces)}
+        self._unread, self._last = iter(pieces), None
         for _ in range(PIECES_IN_MEMORY - 1):
             self._read_ahead()
         try:
@@ -89,11 +91,11 @@ class Streams:
         return held
 
     def _held(self, number: int) -> dict[str, Tensor]:
-        slot = self._slots[self._slot[number]]
+        slot = self._slots[self._slot_of[number]]
         return {key: slot[key][1].view(dtype) for key, dtype in self._dtypes.items()}
 
     def _put(self, number: int) -> None:
-        slot = self._slot[number]
+        slot = self._slot_of[number]
         self._writes[slot] = self._writer.submit(self._write, number, slot)
 
     def _end(self) -> None:
@@ -106,12 +108,12 @@ class Streams:
             self._writes.popitem()[1].result()
 
     def _read_ahead(self) -> None:
-        number = next(self._left, None)
+        number = next(self._unread, None)
         if number is not None:
             self._reads[number] = self._reader.submit(self._read, number)
 
     def _read(self, number: int) -> None:
-        slot = self._slot[number]
+        slot = self._slot_of[number]
         if slot in self._writes:
             self._writes.pop(slot).result()
         for key, (memory, _) in self._slots[slot].items():

@@ -111,7 +111,7 @@ class _Sharded:
         return Footprint(
             parameters=place(parameters),
             masters=Bytes(host=own * master) if on_host else Bytes(),
-            optimizer=Bytes(host=state) if on_host else place(state),
+            optimizer=Bytes(host=state) if on_host or cfg.offload.optimizer == "nvme" else place(state),
             gradients=place(gradients),
             kept_gradients=Bytes(),
             buffers=Bytes(

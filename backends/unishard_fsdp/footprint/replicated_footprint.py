@@ -43,7 +43,8 @@ def beside(
         parameters=sharded.parameters + Bytes(sum(_in_module(each, cfg) for each in shape.replicated)),
         masters=sharded.masters
         + Bytes(sum(_apart(each, cfg) for each in shape.replicated), numel * master if on_host else 0),
-        optimizer=sharded.optimizer + (Bytes(host=state) if on_host else Bytes(state)),
+        optimizer=sharded.optimizer
+        + (Bytes(host=state) if on_host or cfg.offload.optimizer == "nvme" else Bytes(state)),
         gradients=sharded.gradients + Bytes(numel * master),
         gathered=sharded.gathered + averaged,
         forward=sharded.forward.plus(earlier, earlier),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unishard.contract.optimizer_state import is_kept
 from unishard.contract.private_api import CORE_PRIVATE_API
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW)
@@ -29,7 +30,8 @@ class DeviceSkip:
         """Whether the coming update can be skipped on the device, with the same result as if the optimizer had not been
         called.
 
-        Not if the update would create optimizer state, or if hooks on the optimizer would notice the call.
+        Not if the update would create optimizer state, if that does not lie beside what is stepped, or if hooks on the
+        optimizer would notice the call.
 
         Args:
             stepped: What has a gradient.
@@ -39,6 +41,7 @@ class DeviceSkip:
         optimizer = self._optimizer
         if (
             not self._known
+            or is_kept(optimizer)
             or len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks) != hooks
         ):
             return False
