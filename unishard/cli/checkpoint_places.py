@@ -47,10 +47,10 @@ def checkpoint_at(where: Path, *, whole: bool = True) -> Iterator[ReachedCheckpo
         folder = finding.locate(where)
         yield ReachedCheckpoint(folder, str(folder), lambda: size_of(folder))
         return
-    from unishard.checkpoint.remote.copies import copies_at, newest_at
+    from unishard.checkpoint.remote.copies import copies_at
 
     with copies_at(url) as copies:
-        newest = newest_at(url, copies)
+        newest = copies.require_newest()
         sizes = copies.store.sizes(newest.name)
         shown = f"{copies.store.url}/{newest.name}"
         if not whole:

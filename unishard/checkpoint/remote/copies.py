@@ -46,18 +46,6 @@ def copies_at(url: str) -> Iterator[Copies]:
         copies.close()
 
 
-def newest_at(url: str, copies: Copies) -> FoundCheckpoint:
-    """The newest complete checkpoint of those under a URL.
-
-    Raises:
-        CheckpointError: There is none.
-    """
-    newest = finding.latest(copies.manifests)
-    if newest is None:
-        raise CheckpointError(f"{url}: no complete checkpoint; run `unishard checkpoint list {url}`")
-    return next(each for each in finding.checkpoints(copies.manifests) if each.path == newest)
-
-
 class Copies:
     """The checkpoints under a URL. Methods raise StoreError."""
 
@@ -84,6 +72,23 @@ class Copies:
         for name in finding.entries(self.manifests):
             if name not in names or name in self.incomplete:
                 shutil.rmtree(self.manifests / name, ignore_errors=True)
+
+    @property
+    def newest(self) -> FoundCheckpoint | None:
+        """The newest complete one as of the last `refresh`, by its manifest; None if there is none."""
+        newest = finding.latest(self.manifests)
+        return next((each for each in finding.checkpoints(self.manifests) if each.path == newest), None)
+
+    def require_newest(self) -> FoundCheckpoint:
+        """The same.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        if (newest := self.newest) is None:
+            url = self.store.url
+            raise CheckpointError(f"{url}: no complete checkpoint; run `unishard checkpoint list {url}`")
+        return newest
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint: its manifest first, so that half of it is never taken for one."""

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import torch.distributed as dist
 
 from unishard.checkpoint.remote import fetching
-from unishard.checkpoint.remote.copies import Copies, copies_at, newest_at
+from unishard.checkpoint.remote.copies import Copies, copies_at
 from unishard.checkpoint.remote.copying import node_of
 from unishard.checkpoint.remote.store import Store
 from unishard.distributed.on_ranks import on_all, on_first, ranks_of
@@ -64,4 +64,4 @@ class Download:
 
 def _newest(url: str) -> str:
     with copies_at(url) as copies:
-        return f"{copies.store.url}/{newest_at(url, copies).name}"
+        return f"{copies.store.url}/{copies.require_newest().name}"

@@ -32,13 +32,10 @@ def newer(copies: Copies, root: Path) -> FoundCheckpoint | None:
     Raises:
         CheckpointError: It is of another run, of which this directory has nothing.
     """
-    there, here = finding.latest(copies.manifests), finding.latest(root)
-    if there is None:
-        return None
-    found = next(each for each in finding.checkpoints(copies.manifests) if each.path == there)
-    if here is None:
+    found, here = copies.newest, finding.latest(root)
+    if found is None or here is None:
         return found
-    copied, local = headers.header_of(there), headers.header_of(here)
+    copied, local = headers.header_of(found.path), headers.header_of(here)
     if copied is None or local is None or copied.commit <= local.commit:
         return None
     runs = {header.run for each in finding.checkpoints(root) if (header := headers.header_of(each.path))}
