@@ -43,10 +43,21 @@ def trained(engine: Any, readers: int, first: int = 0, updates: int = UPDATES) -
     return oracle.Curve(tuple(losses), tuple(norms), ())
 
 
+MUON = {"name": "muon", "lr": 0.01, "adamw_lr": 0.01, "weight_decay": 0.1, "ns_dtype": "fp32", "eps": 1e-2}
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    """As of `MUON`, on whole matrices, without an engine."""
+    inside = {name: each for name, each in model.named_parameters() if "layers" in name and each.dim() > 1}
+    others = [each for name, each in model.named_parameters() if name not in inside]
+    rest = {"params": others, "matrices": False, "lr": 0.01, "eps": 1e-2, "weight_decay": 0.1}
+    return unishard.Muon([{"params": [*inside.values()]}, rest], lr=0.01, weight_decay=0.1, ns_dtype="fp32")
+
+
 @cache
-def plainly(build: Build, name: str, readers: int) -> tuple[oracle.Curve, dict[str, torch.Tensor]]:
+def plainly(build: Build, name: str, readers: int, kind: str = "sgd") -> tuple[oracle.Curve, dict[str, torch.Tensor]]:
     model = build(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = muon(model) if kind == "muon" else torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses, norms, every = [], [], WINDOW * readers
     for update in range(UPDATES):
         total = 0.0
@@ -68,7 +79,7 @@ def compared(cfg: Any, build: Build, name: str) -> None:
     with unishard.prepare(build(name), cfg) as engine:
         readers = engine.world_size // cfg.parallel.sharing
         curve = trained(engine, readers)
-        reference, weights = plainly(build, name, readers)
+        reference, weights = plainly(build, name, readers, cfg.optimizer.name)
         own = {key: engine.weights.read(key) for key in weights}
         norms = engine.weights.norms()
     exact = cfg.precision.compute == "fp32"

@@ -12,7 +12,7 @@ import torch
 from expert_models import Own, build
 from harness import BACKENDS, config, in_ranks, my_rank, of_all_ranks, refused
 from harness.training import DEEP, FEWER
-from sliced_training import SAMPLES, STRATEGIES, WINDOW, compared, loss_of, plainly, tokens, trained
+from sliced_training import MUON, SAMPLES, STRATEGIES, WINDOW, compared, loss_of, plainly, tokens, trained
 
 import unishard
 from dev.ranks.recording import Recorder
@@ -57,6 +57,11 @@ def test_training_is_that_of_plain_torch(backend, strategy, name):
 )
 def test_beside_other_fields(backend, strategy, field):
     compared(configured(backend, strategy).override(field), build, "mixtral")
+
+
+@in_ranks(cells=(("fsdp", "full_shard"), ("deepspeed", "shard_grad_op"), ("deepspeed", "full_shard")))
+def test_muon_updates_whole_matrices(backend, strategy):
+    compared(configured(backend, strategy, optimizer=MUON), build, "mixtral")
 
 
 FOUR_RANKS = (

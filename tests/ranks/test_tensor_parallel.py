@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import BACKENDS, config, in_ranks, my_rank, of_all_ranks, refused
 from harness.training import DEEP, FEWER
-from sliced_training import SAMPLES, STRATEGIES, WINDOW, compared, loss_of, plainly, tokens, trained
+from sliced_training import MUON, SAMPLES, STRATEGIES, WINDOW, compared, loss_of, plainly, tokens, trained
 from tensor_models import PLAN, build
 
 import unishard
@@ -59,6 +59,17 @@ def test_beside_other_fields(backend, strategy, field):
 
 
 @in_ranks(
+    cells=(
+        *(("fsdp", strategy, "phi3") for strategy in ("full_shard", "no_shard")),
+        *(("deepspeed", strategy, "phi3") for strategy in ("full_shard", "shard_grad_op", "no_shard")),
+    )
+)
+def test_muon_updates_whole_matrices(backend, strategy, name):
+    """Of which each rank has rows, columns, or rows of two tensors in one."""
+    compared(configured(backend, strategy, optimizer=MUON), build, name)
+
+
+@in_ranks(
     world=4,
     cells=(
         ("deepspeed", "full_shard", "llama", "tensor=2"),
@@ -69,15 +80,19 @@ def test_beside_other_fields(backend, strategy, field):
         ("deepspeed", "shard_grad_op", "qwen3moe", "tensor=2 expert=2"),
         ("fsdp", "hybrid_shard", "tied", "tensor=2"),
         ("deepspeed", "hybrid_shard", "tied", "tensor=2"),
+        ("fsdp", "full_shard", "qwen3moe", "tensor=2 expert=4 muon"),
+        ("deepspeed", "shard_grad_op", "qwen3moe", "tensor=2 expert=4 muon"),
+        ("fsdp", "hybrid_shard", "llama", "tensor=2 muon"),
         *((("fsdp", "full_shard", "llama", "tensor=2"),) * DEEP),
     ),
 )
 def test_four_ranks(backend, strategy, name, parallel):
     """Ranks with the same part, and other keys: neighbors have layers together, then sequences."""
-    sizes = dict(each.split("=") for each in parallel.split())
+    sizes = dict(each.split("=") for each in parallel.split() if "=" in each)
     sections = {key: int(size) for key, size in sizes.items()}
+    more = {"optimizer": MUON} if "muon" in parallel else {}
     sharding = {"strategy": strategy, **({"group_size": 2} if strategy.startswith("hybrid") else {})}
-    compared(configured(backend, sharding=sharding, parallel=sections), build, name)
+    compared(configured(backend, sharding=sharding, parallel=sections, **more), build, name)
 
 
 @in_ranks(cells=FEWER)

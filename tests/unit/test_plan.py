@@ -90,6 +90,25 @@ def test_slices_travel_among_the_ranks_that_have_the_same(backend: str, strategy
         assert sent == [each.sent() for each in expected.footprint.traffic]
 
 
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize(("strategy", "sharing"), [("full_shard", 8), ("shard_grad_op", 8), ("no_shard", 2)])
+def test_matrices_of_muon_are_whole_where_ranks_have_slices_of_them(backend: str, strategy: str, sharing: int) -> None:
+    """Among all ranks that share one, there and back."""
+    shape = llama(layers=2)
+    layers = [(each, each.unit > 0) for each in shape.parameters]
+    cut = replace(shape, parameters=tuple(replace(each, matrix=of, slices=1 + of) for each, of in layers))
+    cfg = config(sharding=strategy, parallel={"tensor": 2}, optimizer={"name": "muon", "ns_dtype": "fp32"})
+    (found,) = candidates_of(cfg, cut, Topology(8, 8), backends=[backend], strategies=[strategy])
+    assert found.footprint is not None
+    exchanged = [each for each in found.footprint.traffic if each.kind == "all_to_all"]
+    assert [(each.what, each.ranks, each.stride) for each in exchanged] == [
+        ("gradients", sharing, 1),
+        ("parameters", sharing, 1),
+    ]
+    whole = 4 * sum(2 * each.numel for each, of in layers if of)
+    assert [each.nbytes for each in exchanged] == [whole // sharing] * 2
+
+
 def test_bytes_on_the_wire_are_those_of_rings() -> None:
     gather = Collective("all_gather", "parameters", "forward", 800, 16)
     assert gather.sent() == 750

@@ -155,17 +155,11 @@ class Config(Section):
                 "training.loss_chunk_tokens",
                 "is not supported with compile.mode full, which compiles the loss too; write per_block",
             )
-        if self.parallel.slices:
-            yield from self._problems_of_slices(self.parallel.slices)
+        if self.parallel.slices and self.optimizer.name == "adamw_8bit":
+            what = "is not supported with optimizer adamw_8bit, which needs whole tensors; choose another optimizer"
+            yield self.parallel.slices, what
         if self.activation_checkpointing == []:
             yield "activation_checkpointing", "is empty; name at least one class, or write full or none"
-
-    def _problems_of_slices(self, field: str) -> Iterator[tuple[str, str]]:
-        if (optimizer := self.optimizer.name) in ("muon", "adamw_8bit"):
-            yield (
-                field,
-                f"is not supported with optimizer {optimizer}, which needs whole tensors; choose another optimizer",
-            )
 
 
 def expect_config(value: object) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Self
 
-from unishard.config import Config, Parallel
+from unishard.config import Config, Optimizer, Parallel
 from unishard.config.topology import Topology
 from unishard.contract.model_shape import ITEMSIZE, ModelShape, ParameterShape
 from unishard.distributed.layout import Layout
@@ -188,6 +188,7 @@ class Footprint:
 FootprintOf = Callable[[ModelShape, Config, Topology], Footprint]
 PIECES_IN_MEMORY, PIECE = 3, 2**23
 """Of a state in files: how many pieces are in memory at a time, and the elements of one."""
+_THERE_AND_BACK: tuple[Literal["gradients", "parameters"], ...] = ("gradients", "parameters")
 _FROM_SIZE, _BLOCK = 4096, 256
 """Elements from which on a parameter has moments of 8 bits, and those of a block with a scale (bitsandbytes 0.50)."""
 
@@ -238,18 +239,24 @@ def _blocks(held: range) -> int:
     return held[-1] // _BLOCK - held[0] // _BLOCK + 1
 
 
-def exchanged(cfg: Config, elements: int, ranks: int) -> tuple[Collective, ...]:
+def exchanged(cfg: Config, matrices: Iterable[ParameterShape], ranks: int) -> tuple[Collective, ...]:
     """What an optimizer of matrices sends in a step: shards of gradients to owners, and shards of updates back.
 
     Args:
         cfg: The optimizer.
-        elements: Of all matrices, on all ranks that share them.
-        ranks: How many share them.
+        matrices: Those that it updates.
+        ranks: That share one copy; more share a slice, where nothing else is sharded.
     """
-    if ranks == 1 or not elements:
-        return ()
-    nbytes = elements * ITEMSIZE[cfg.optimizer.ns_dtype] // ranks
-    return tuple(Collective("all_to_all", what, "step", nbytes, ranks) for what in ("gradients", "parameters"))
+    elements: dict[int, int] = {}
+    for each in matrices:
+        sharing = max(ranks, each.slices)
+        elements[sharing] = elements.get(sharing, 0) + each.numel * each.slices
+    return tuple(
+        Collective("all_to_all", what, "step", count * ITEMSIZE[cfg.optimizer.ns_dtype] // sharing, sharing)
+        for sharing, count in elements.items()
+        if sharing > 1
+        for what in _THERE_AND_BACK
+    )
 
 
 def optimizer_tensors(name: str, *, amsgrad: bool = False, momentum: float = 0.0) -> tuple[int, int]:
@@ -285,7 +292,7 @@ def with_slices(footprint_of: FootprintOf, shape: ModelShape, cfg: Config, topol
     sizes = sorted({each.slices for each in shape.parameters})
     if sizes == [1]:
         return footprint
-    traffic = []
+    traffic = [each for each in footprint.traffic if each.kind == "all_to_all"]  # of matrices: among all that share one
     for slices in sizes:
         holders = replace(
             topology,
@@ -296,13 +303,17 @@ def with_slices(footprint_of: FootprintOf, shape: ModelShape, cfg: Config, topol
         )
         own = tuple(replace(each, slices=1) for each in shape.parameters if each.slices == slices)
         sharded = footprint_of(replace(shape, parameters=own), _without_parts(cfg, slices), holders)
-        traffic += [each._replace(stride=each.stride * slices) for each in sharded.traffic]
+        traffic += [each._replace(stride=each.stride * slices) for each in sharded.traffic if each.kind != "all_to_all"]
     return replace(footprint, traffic=tuple(traffic))
 
 
 def _without_parts(cfg: Config, slices: int) -> Config:
-    """A config of as many ranks fewer, each with all of the model; groups of ranks that share one copy shrink, too."""
+    """A config of as many ranks fewer, each with all of the model and no matrices to exchange; groups of ranks that
+    share one copy shrink, too.
+    """
     group = cfg.sharding.group_size
     sharding = cfg.sharding.model_copy(update={"group_size": group and group // slices})
     training = cfg.training.model_copy(update={"global_batch_size": None})
-    return cfg.model_copy(update={"parallel": Parallel(), "sharding": sharding, "training": training})
+    optimizer = Optimizer() if cfg.optimizer.name == "muon" else cfg.optimizer
+    changed = {"parallel": Parallel(), "sharding": sharding, "training": training, "optimizer": optimizer}
+    return cfg.model_copy(update=changed)

@@ -44,7 +44,7 @@ class Exchange:
             for rank, held in enumerate(matrix.intervals):
                 whole[held.start : held.stop] = parts[rank][begun[rank] : begun[rank] + len(held)]
                 begun[rank] += len(held)
-            wholes.append(whole.view(matrix.shape))
+            wholes.append(matrix.order.full(whole, matrix.shape))
         return wholes
 
     def from_owners(self, wholes: Sequence[Tensor], like: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
@@ -55,7 +55,7 @@ class Exchange:
             like: Any tensor on the device, of the dtype of `wholes`.
             matrices: Those matrices, in the order of the result.
         """
-        rows = [whole.reshape(-1) for whole in wholes]
+        rows = [matrix.order.counted(whole) for whole, matrix in zip(wholes, self.owned, strict=True)]
         pieces = [
             row[matrix.intervals[rank].start : matrix.intervals[rank].stop]
             for rank in range(len(self._received))

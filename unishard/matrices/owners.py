@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from unishard.distributed.layout import Layout
 from unishard.distributed.shards import Shard
+from unishard.distributed.slice_order import MEMORY_ORDER, SliceOrder
 
 _ELEMENTS = 2**24
 """Elements of a bucket for each rank: what a rank sends and receives at once, and holds twice while it does."""
@@ -35,6 +36,8 @@ class Matrix(NamedTuple):
     """The rank of the group that computes its updates."""
     bucket: int = -1
     """Matrices of one bucket are exchanged together; -1 for those that are not exchanged."""
+    order: SliceOrder = MEMORY_ORDER
+    """How the elements of `intervals` are counted."""
 
 
 def work(shape: Sequence[int]) -> int:
@@ -60,10 +63,11 @@ def owned(
         by_group: dict[dist.ProcessGroup | None, list[Matrix]] = {}
         for name, shard in section.items():
             cut = layout[name]
-            group = shard.group if cut.ranks > 1 else None
-            intervals = [*map(cut.of, range(cut.ranks))]
+            ranks = cut.ranks * cut.slices
+            group = shard.group if ranks > 1 else None
+            intervals, held = [*map(cut.of, range(ranks))], shard.values.numel()
             by_group.setdefault(group, []).append(
-                Matrix(name, shard.shape, shard.values.dtype, group, intervals, shard.values.numel())
+                Matrix(name, shard.shape, shard.values.dtype, group, intervals, held, order=shard.order)
             )
         members: list[Matrix] = []
         for group, matrices in by_group.items():

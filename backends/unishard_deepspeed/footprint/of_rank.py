@@ -72,7 +72,7 @@ class _Stage0(StageFootprint):
             backward=Working(root, (0,) * len(units), tuple(units), earlier, gradients),
             final=gradients,
             step=gradients + max(wide, bucket),
-            traffic=(traffic,) * (self.world > 1),
+            traffic=((traffic,) if self.world > 1 else ()) + self.exchanged(),
             reserved=RESERVED,
         )
 

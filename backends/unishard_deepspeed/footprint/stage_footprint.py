@@ -95,8 +95,8 @@ class StageFootprint(ABC):
 
     def exchanged(self) -> tuple[Collective, ...]:
         """The exchange of matrices with their owners, once a step."""
-        elements = sum(parameter.numel for parameter in self.trainable if parameter.name in self.matrices)
-        return exchanged(self.cfg, elements, self.ranks)
+        matrices = (parameter for parameter in self.trainable if parameter.name in self.matrices)
+        return exchanged(self.cfg, matrices, self.ranks)
 
     def model_buffers(self) -> int:
         """Bytes of the model's buffers after `prepare`."""

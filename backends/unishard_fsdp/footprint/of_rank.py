@@ -124,7 +124,7 @@ class _Sharded:
             step=0 if offloads else gradients,
             traffic=(
                 *self._traffic(),
-                *exchanged(cfg, sum(each.numel for each in shape.trainable if each.name in matrices), self._ranks),
+                *exchanged(cfg, (each for each in shape.trainable if each.name in matrices), self._ranks),
             ),
             reserved=RESERVED,
         )
@@ -247,7 +247,8 @@ def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native, mat
     # Without synchronization autograd accumulates beside DDP's buckets, to which the last micro-batch copies (torch
     # 2.13, nn/parallel).
     beside = gradients if micro < cfg.training.gradient_accumulation_steps else 0
-    traffic = [Collective("all_reduce", "gradients", "backward", gradients * micro, topology.world_size)]
+    averaged = Collective("all_reduce", "gradients", "backward", gradients * micro, topology.world_size)
+    updated = exchanged(cfg, (each for each in shape.trainable if each.name in matrices), 1)
     return Footprint(
         parameters=Bytes(parameters),
         masters=Bytes(),
@@ -257,6 +258,6 @@ def _ddp(shape: ModelShape, cfg: Config, topology: Topology, native: Native, mat
         buffers=Bytes(_buffers(shape, cfg)),
         forward=Working(begin=beside, end=beside),
         backward=Working(begin=beside, end=beside),
-        traffic=tuple(traffic) if topology.world_size > 1 else (),
+        traffic=((averaged,) if topology.world_size > 1 else ()) + updated,
         reserved=RESERVED,
     )

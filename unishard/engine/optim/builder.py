@@ -23,6 +23,7 @@ from unishard.engine.optim.matrices import on_owners, on_shards
 from unishard.engine.optim.optimizers import description_of_built, factory, from_factory, move_to_shards
 from unishard.engine.optim.schedulers import SchedulerFactory, build_scheduler, check
 from unishard.errors import ConfigError, Problem
+from unishard.matrices.matrix_optimizer import MatrixOptimizer
 from unishard.matrices.whole_tensors import WholeTensors
 
 
@@ -78,7 +79,8 @@ class OptimizerSetup:
         names = {id(parameter): name for name, parameter in pairs}
         self.optimizer, optimizer = optimizer, on_blocks(on_shards(without_empty(optimizer)), names)
         optimizer = on_owners(optimizer, names, [each for _, each in pairs], self._again)
-        if isinstance(optimizer, ShardOptimizer) and any(slice_of(each) is not None for _, each in pairs):
+        on_shards_only = isinstance(optimizer, ShardOptimizer) and not isinstance(optimizer, MatrixOptimizer)
+        if on_shards_only and any(slice_of(each) is not None for _, each in pairs):
             what = f"is not supported with {type(self.optimizer).__name__}, which needs whole tensors; choose another"
             raise ConfigError([Problem("parallel", f"{what} optimizer")])
         self.groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
