@@ -162,6 +162,15 @@ def test_planned_traffic_of_experts_is_that_of_a_run(backend, size, recomputatio
         assert sum(map(Counter, found), Counter()) == Counter({key: 4 * size for key, size in planned.items()})
 
 
+@in_ranks(world=4, cells=((BACKENDS[0],), (BACKENDS[1],)), in_turn=True)
+def test_planned_traffic_of_layers_and_experts_is_that_of_a_run(backend, root):
+    """Of all ranks together: those with the same tokens send a part each."""
+    cfg = configured(backend, {"tensor": 2, "expert": 4}, "none")
+    found, planned = recorded_and_planned(build("qwen3moe"), cfg, root)
+    if planned is not None:
+        assert sum(map(Counter, found), Counter()) == Counter({key: 4 * size for key, size in planned.items()})
+
+
 class Alive(TorchDispatchMode):
     """The most bytes of tensors that operations have made and something still holds."""
 

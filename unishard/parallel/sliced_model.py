@@ -43,10 +43,11 @@ class SlicedModel:
         self._slices: list[_Slices] = []
         with ExitStack() as on_error:
             on_error.callback(self.close)
+            layers = groups_of(section.tensor.size) if section.tensor.on else None
             if section.expert.on:
-                self._slices.append(ExpertSlices(model, groups_of(section.expert.size)))
-            if section.tensor.on:
-                self._slices.append(TensorSlices(model, section.tensor.plan, groups_of(section.tensor.size)))
+                self._slices.append(ExpertSlices(model, groups_of(section.expert.size), layers))
+            if layers is not None:
+                self._slices.append(TensorSlices(model, section.tensor.plan, layers))
             on_error.pop_all()
 
     @property

@@ -1,6 +1,7 @@
 """The forward of experts of which each rank has some: tokens go to the ranks that have their experts, and come back.
 
 The experts of a rank thereby see the tokens of the whole group, each of whose losses is a mean over one rank's tokens.
+Ranks that have layers together have the same tokens: each sends a part of them, and gets the results of all.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from unishard.errors import ModelError
-from unishard.parallel.collectives import all_to_all, reach, scale_gradient, seen_as
+from unishard.parallel.collectives import all_to_all, copied, reach, scale_gradient, seen_as, summed
 from unishard.parallel.experts.finding import ExpertLayer
 from unishard.parallel.groups import Groups
 
@@ -28,14 +30,15 @@ _RELATIVE = 1e-2
 class Dispatch:
     """Stands for the forward of a module of experts."""
 
-    def __init__(self, experts: ExpertLayer, groups: Groups) -> None:
+    def __init__(self, experts: ExpertLayer, groups: Groups, same: Groups | None) -> None:
         """Around the module, which has this rank's experts only.
 
         Args:
             experts: The module, before it is cut.
-            groups: Of this rank.
+            groups: Of this rank: the ranks that have the experts together.
+            same: Those that have the same tokens, if there are any.
         """
-        self.experts, self.groups = experts, groups
+        self.experts, self.groups, self._same = experts, groups, same
         self._own: Callable[..., Tensor] = experts.module.forward
         self.local = experts.number // groups.size
         """How many of them this rank has."""
@@ -43,6 +46,10 @@ class Dispatch:
         self.factor = 1.0
         """What the gradients of the weights are multiplied by."""
         self._proved = False
+
+    def count_gradients(self, *, over_holders: bool) -> None:
+        """As in `SlicedModel`: a token counts once, whichever of the ranks with it has sent it."""
+        self.factor = (1 if self._same is None else self._same.size) / (self.groups.size if over_holders else 1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the module's own forward. Collective in the group."""
@@ -59,6 +66,14 @@ class Dispatch:
             chosen: The numbers of their experts, `[tokens, each]`; others than those of the experts stand for none.
             weights: Of these, `[tokens, each]`.
         """
+        if (same := self._same) is None:
+            return self._weighed(tokens, chosen, weights)
+        first, last = (len(tokens) * (same.number + turn) // same.size for turn in range(2))
+        part, shares = (copied(each, same)[first:last] for each in (tokens, weights))
+        results = self._weighed(part, chosen[first:last], shares)
+        return summed(functional.pad(results, (0, 0, first, len(tokens) - last)), same)
+
+    def _weighed(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         results = self._exchanged(tokens, chosen)
         return (results.view(*chosen.shape, -1) * weights.unsqueeze(-1)).sum(1)
 

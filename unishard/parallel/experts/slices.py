@@ -18,8 +18,13 @@ from unishard.parallel.groups import Groups
 class ExpertSlices:
     """The experts that a rank has."""
 
-    def __init__(self, model: nn.Module, groups: Groups) -> None:
+    def __init__(self, model: nn.Module, groups: Groups, same: Groups | None = None) -> None:
         """Cut a model.
+
+        Args:
+            model: Not sharded yet.
+            groups: Of this rank.
+            same: The ranks that have the same tokens, if there are any.
 
         Raises:
             ModelError: It cannot be cut; it is as before.
@@ -28,7 +33,7 @@ class ExpertSlices:
         self._full, self._put = ExitStack(), ExitStack()
         part = groups.part()
         for experts in find_experts(model, groups.size):
-            self._dispatches.append(dispatch := Dispatch(experts, groups))
+            self._dispatches.append(dispatch := Dispatch(experts, groups, same))
             self._put.callback(_dispatching(dispatch, experts))
             for name in experts.parameters:
                 parameter = experts.module.get_parameter(name)
@@ -38,7 +43,7 @@ class ExpertSlices:
     def count_gradients(self, *, over_holders: bool) -> None:
         """As in `SlicedModel`."""
         for dispatch in self._dispatches:
-            dispatch.factor = 1 / dispatch.groups.size if over_holders else 1.0
+            dispatch.count_gradients(over_holders=over_holders)
 
     def prove(self) -> None:
         """As in `SlicedModel`: each dispatch proves its experts in the first forward."""
