@@ -125,8 +125,7 @@ class _Comparison(NamedTuple):
             apply_styles(cutter, modules, self.block.styles)
             yield module
         finally:
-            cutter.full.close()
-            cutter.put.close()
+            cutter.close()
 
     def _compared(self, module: nn.Module, whole: _Run, cut: _Run, *, gradients: bool) -> str | None:
         pairs = [each for each in zip(whole.outputs, cut.outputs, strict=False) if each[0].shape == each[1].shape]

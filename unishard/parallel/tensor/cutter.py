@@ -113,6 +113,11 @@ class Cutter:
             self.put.callback(own.pop, name, None)
         own[name] = value
 
+    def close(self) -> None:
+        """Undo everything that was not let go."""
+        self.full.close()
+        self.put.close()
+
     def inputs(self, module: nn.Module, change: Change) -> None:
         """Change the floating-point tensors that a module is called with."""
         self.around(module, lambda forward: partial(_with_inputs, forward, change))

@@ -90,5 +90,4 @@ class TensorSlices:
 
     def close(self) -> None:
         """Leave the modules as they were, and the tensors that were not let go."""
-        self._cutter.full.close()
-        self._cutter.put.close()
+        self._cutter.close()
