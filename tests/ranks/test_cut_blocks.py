@@ -15,6 +15,11 @@ PLAN = {f"layers.*.{each}": "colwise" for each in "qkv"} | {"layers.*.out": "row
 COMPILED = "compile={mode: per_block, backend: aot_eager}"
 OUTPUT = "parallel.tensor: layers.0 (Layer) is not the same when it is cut: its output is another one; take the number"
 
+FAILS = (
+    "the model fails where each rank has a part of its weights: RuntimeError: The size of tensor a (8) must match the "
+    "size of tensor b (16) at non-singleton dimension 2, in layers.0 (Layer); if it runs without parallel.tensor, "
+)
+
 
 class Layer(nn.Module):
     """Attention that computes as `kind` says."""
@@ -35,6 +40,8 @@ class Layer(nn.Module):
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
         if self.kind in ("norm", "zeros"):
             mixed = functional.layer_norm(mixed, mixed.shape[-1:])
+        if self.kind == "whole gate":
+            mixed = mixed * self.gate(hidden)
         if self.kind == "gate":
             mixed = mixed * self.gate(hidden).mean(-1, keepdim=True)
         return hidden + self.drop(self.out(mixed))
@@ -68,6 +75,13 @@ def test_a_block_that_is_another_one_when_it_is_cut(backend, kind, field, expect
     with unishard.prepare(Layers(kind), cfg) as engine:
         engine.backward(engine(torch.arange(8).view(2, 4)).square().mean())
         assert expected in refused(engine.step)
+
+
+@in_ranks(cells=(("fsdp",), ("deepspeed",)), in_turn=True)
+def test_a_block_that_fails_when_it_is_cut(backend):
+    cfg = config(backend, parallel={"tensor": {"size": 2, "plan": PLAN}})
+    with unishard.prepare(Layers("whole gate"), cfg) as engine:
+        assert FAILS in refused(engine, torch.arange(8).view(2, 4))
 
 
 @in_ranks(cells=(("fsdp", "heads of a config"), ("deepspeed", "norm")))

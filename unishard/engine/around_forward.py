@@ -62,6 +62,14 @@ class AroundForward:
             self.samples.require(batch)
         return to_device(batch, device) if self.sequences is None else self.sequences.place(batch, device)
 
+    def refuse_failure(self, error: Exception) -> None:
+        """Raise ModelError in place of an error of the first forward, if it may be one of parts of a model or of
+        samples.
+        """
+        self.sliced.refuse_failure(error)
+        if self.sequences is not None:
+            self.sequences.refuse_failure(error)
+
     def close(self) -> None:
         """Leave the model as it was."""
         self._put.close()

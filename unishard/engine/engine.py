@@ -161,8 +161,7 @@ class Engine(OtherNames, Process):
             return self._accumulation.forward(*args, **kwargs)
         except Exception as error:
             refuse_sharded_read(self._adapter, error)
-            if self._sequences is not None:
-                self._sequences.refuse_failure(error)
+            self._around.refuse_failure(error)
             raise
 
     def backward(self, loss: Tensor, num_items: int | Tensor | None = None) -> None:

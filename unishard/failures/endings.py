@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 from unishard.distributed.error_text import errors_in, text_of
-from unishard.errors import RankMismatchError
+from unishard.errors import RankMismatchError, UnishardError
 from unishard.failures import monitor_client
 from unishard.failures.rank_locations import where_raised
 
@@ -42,6 +43,11 @@ def is_lost_connection(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _SIGNS)
     )
+
+
+def may_be_the_models(error: BaseException) -> bool:
+    """Whether an error may be a model's own: it is none of ours, nor for want of memory or of another rank."""
+    return not (isinstance(error, UnishardError | torch.OutOfMemoryError) or is_lost_connection(error))
 
 
 @contextmanager

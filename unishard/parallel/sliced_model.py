@@ -7,8 +7,12 @@ from contextlib import ExitStack
 from typing import Protocol
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from unishard.config import Parallel
+from unishard.contract.kit.tracebacks import modules_in
+from unishard.errors import ModelError
+from unishard.failures.endings import may_be_the_models
 from unishard.parallel.experts import ExpertSlices
 from unishard.parallel.groups import Groups, make_groups
 from unishard.parallel.tensor import TensorSlices
@@ -40,7 +44,10 @@ class SlicedModel:
         Raises:
             ModelError: It cannot be cut; it is as before.
         """
+        self._model, self._field = model, section.slices
         self._slices: list[_Slices] = []
+        self._first: RemovableHandle | None = None
+        """Until the first forward has ended."""
         with ExitStack() as on_error:
             on_error.callback(self.close)
             layers = groups_of(section.tensor.size) if section.tensor.on else None
@@ -49,6 +56,13 @@ class SlicedModel:
             if layers is not None:
                 self._slices.append(TensorSlices(model, section.tensor.plan, layers))
             on_error.pop_all()
+        if self._slices:
+            self._first = model.register_forward_hook(lambda *_: self._end_first())
+
+    def _end_first(self) -> None:
+        if self._first is not None:
+            self._first.remove()
+            self._first = None
 
     @property
     def exchanges(self) -> bool:
@@ -74,6 +88,18 @@ class SlicedModel:
         for slices in self._slices:
             slices.prove()
 
+    def refuse_failure(self, error: Exception) -> None:
+        """Raise ModelError in place of an error of the first forward, in which the model has parts of its weights."""
+        if self._first is None or not may_be_the_models(error):
+            return
+        text = f"{type(error).__name__}: {error}".rstrip(".")
+        at = next(modules_in(error.__traceback__, self._model), None)
+        where = f", in {at[0] or 'the model'} ({type(at[1]).__name__})" if at else ""
+        raise ModelError(
+            f"the model fails where each rank has a part of its weights: {text}{where}; if it runs without "
+            f"{self._field}, leave what this computes with out of the plan, or leave the section out"
+        ) from error
+
     def let_go(self) -> None:
         """Keep no full tensors any more: the engine is about to shard what is left."""
         for slices in self._slices:
@@ -81,5 +107,6 @@ class SlicedModel:
 
     def close(self) -> None:
         """Leave the modules as they were, and the tensors that were not let go."""
+        self._end_first()
         while self._slices:
             self._slices.pop().close()

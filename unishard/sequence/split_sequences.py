@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from unishard.config import SequenceParallel
 from unishard.data.batches import to_device
 from unishard.distributed.nested_tensors import replace_tensors, tensors_in
-from unishard.errors import ContractError, ModelError, UnishardError
-from unishard.failures.endings import is_lost_connection
+from unishard.errors import ContractError, ModelError
+from unishard.failures.endings import may_be_the_models
 from unishard.sequence.batches import BatchSplitter
 from unishard.sequence.exchange import gather_plain
 from unishard.sequence.forward import SplitForward
@@ -89,8 +89,7 @@ class SplitSequences:
 
     def refuse_failure(self, error: Exception) -> None:
         """Raise ModelError in place of an error of the first forward, in which the model gets parts of its samples."""
-        known = isinstance(error, UnishardError | torch.OutOfMemoryError) or is_lost_connection(error)
-        if self.proved or known:
+        if self.proved or not may_be_the_models(error):
             return
         text = f"{type(error).__name__}: {error}".rstrip(".")
         raise ModelError(
