@@ -122,6 +122,68 @@ def test_random_numbers_are_drawn_again_alike(backend):
     assert runs[0] == runs[1] == runs[2]
 
 
+class Linear(nn.Module):
+    """A block whose product is changed in place, by itself or later."""
+
+    def __init__(self, changes):
+        super().__init__()
+        self.linear, self.changes = nn.Linear(13, 13), changes
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.changes:
+            x.relu_()
+        return x, torch.tanh(2 * x)
+
+
+class InPlace(Dropping):
+    """Changes results of products, in blocks or behind them."""
+
+    def __init__(self, behind):
+        super().__init__()
+        self.behind = behind
+        self.blocks = nn.ModuleList(Linear(not behind) for _ in range(2))
+
+    def forward(self, x, labels):
+        for block in self.blocks:
+            product, x = block(x)
+            x = x + (product.relu_() if self.behind else product)
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+def in_place(backend, asked, behind=False):
+    torch.manual_seed(3)
+    with unishard.prepare(InPlace(behind), config(backend, activation_checkpointing=asked)) as engine:
+        for micro_batch in own_share(3):
+            loss = engine(**micro_batch)
+            engine.backward(loss)
+            yield loss.item(), engine.step().grad_norm
+
+
+@in_ranks(cells=EACH, in_turn=True)
+def test_a_block_that_changes_a_product_in_place_trains(backend):
+    runs = [[*in_place(backend, asked)] for asked in ("none", "full", "selective")]
+    assert runs[0] == runs[1] == runs[2]
+
+
+@in_ranks(cells=EACH, in_turn=True)
+def test_a_compiled_block_keeps_products(backend):
+    compiled = {"mode": "per_block", "backend": "aot_eager"}
+    curves = []
+    for sections in ({}, {"activation_checkpointing": "selective", "compile": compiled}):
+        with prepare(config(backend, **sections)) as engine:
+            curves.append(curve(train(engine, own_share(2))))
+    assert curves[1].losses == pytest.approx(curves[0].losses, rel=1e-6)
+    assert curves[1].norms == pytest.approx(curves[0].norms, rel=1e-6)
+
+
+@in_ranks(cells=EACH, in_turn=True)
+def test_a_product_that_is_changed_behind_its_block_is_refused(backend):
+    assert "selective keeps a result of a block that is changed in place behind the block" in refused(
+        lambda: next(in_place(backend, "selective", behind=True))
+    )
+
+
 @in_ranks(cells=EACH)
 def test_a_module_with_units_inside_may_recompute(backend):
     """They are gathered again."""

@@ -168,13 +168,10 @@ def test_a_forward_that_returns_no_loss_is_planned_with_one(project: Path) -> No
     assert found["activations"]["none"] > 0
 
 
-def test_a_recomputation_that_is_left_out_has_its_reason(project: Path) -> None:
-    """Torch keeps results of products, which this model changes."""
+def test_a_block_that_changes_a_product_in_place_is_planned_with_any_recomputation(project: Path) -> None:
     found = json.loads(run("plan", "cfg.yaml", "--model", "factories:in_place", "--seq-len", "8", "--json").stdout)
-    assert list(found["activations"]) == ["none", "full"]
-    (note,) = found["notes"]
-    assert note.startswith("activation_checkpointing selective is left out: ")
-    assert "has been mutated" in note
+    assert list(found["activations"]) == ["none", "selective", "full"]
+    assert not found["notes"]
 
 
 def test_a_stretch_that_only_one_trace_has_is_covered_by_the_next_module() -> None:

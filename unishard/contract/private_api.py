@@ -191,6 +191,18 @@ CORE_PRIVATE_API = by_name(
         instead="plan with one of these versions",
     ),
     PrivateApi(
+        name="changed-in-place",
+        case="activation_checkpointing: selective",
+        names=(
+            "torch._ops:OpOverload._schema",
+            "torch.utils._python_dispatch:TorchDispatchMode",
+            "torch:UntypedStorage._cdata",
+        ),
+        versions="torch 2.13",
+        link=f"{_TORCH}/_ops.py#L806",
+        instead="set activation_checkpointing to full",
+    ),
+    PrivateApi(
         name="logits-in-chunks",
         case="training.loss_chunk_tokens",
         names=(

@@ -7,38 +7,22 @@ parameter names do not change.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial, update_wrapper
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from unishard.config import Sharding
 from unishard.contract.units import Unit
 from unishard.engine.model.kv_cache import without_cache
 from unishard.engine.model.restored_buffers import RestoredBuffers, Start
+from unishard.engine.model.selective_recomputation import contexts
 from unishard.engine.model.units import find_blocks, find_classes
 from unishard.errors import ModelError
 
 _FIELD = "activation_checkpointing"
-
-SAVED = (
-    # Products with weights. Not aten.bmm: scores of an attention that is not fused grow with the square of the sequence
-    # length.
-    "mm",
-    "addmm",
-    "_scaled_mm",
-    "_grouped_mm",
-    "convolution",
-    # Fused attention with any kernel.
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
-)
-"""Operations of `torch.ops.aten` whose outputs `selective` saves."""
 
 
 def find(model: nn.Module, asked: str | list[str], sharding: Sharding) -> list[Unit]:
@@ -81,7 +65,7 @@ def apply(modules: Sequence[Unit], *, selective: bool) -> None:
 
     Args:
         modules: None of them inside another.
-        selective: Save the outputs of the operations in `SAVED`.
+        selective: Keep some results, see `selective_recomputation`.
     """
     run = _recompute_selectively if selective else _recompute_all
     for unit in modules:
@@ -122,7 +106,7 @@ def _recompute_selectively(forward: Callable[..., Any], buffers: RestoredBuffers
         partial(_run, forward, buffers, []),
         *args,
         use_reentrant=False,
-        context_fn=_contexts,
+        context_fn=contexts,
         preserve_rng_state=True,
         determinism_check="default",
         **kwargs,
@@ -147,17 +131,3 @@ def _run(
     output = forward(*args, **kwargs)
     buffers.compare(starts)
     return output
-
-
-def _contexts() -> Any:
-    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-
-
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _saved() else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@cache
-def _saved() -> frozenset[Any]:
-    """The operations in `SAVED` that this torch has."""
-    return frozenset(getattr(torch.ops.aten, name).default for name in SAVED if hasattr(torch.ops.aten, name))
