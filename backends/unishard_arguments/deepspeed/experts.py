@@ -10,11 +10,11 @@ from typing import Any
 from unishard.config import Config
 from unishard.config.nested import Native
 from unishard.config.topology import Topology
-from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
+from unishard.contract.entries import DocumentValues, Key, KeyEffect
 from unishard.contract.field_rows import row, when_default
 from unishard.contract.key_rows import boolean, drops, integer
 from unishard.contract.rules import Fit, Rule, unsupported
-from unishard_arguments.deepspeed.facts import dropped, quiet
+from unishard_arguments.deepspeed.facts import dropped, grouped, quiet
 
 _BLOCK = "expert_parallel"
 _ENABLED, _SIZE = f"{_BLOCK}.enabled", f"{_BLOCK}.autoep_size"
@@ -33,10 +33,7 @@ def _sized(value: Any, document: DocumentValues) -> KeyEffect:
     size = integer(1)(value)
     if size == 1 or not _enabled(document):
         return dropped("is off: each rank has all experts")
-    ranks = document.topology.world_size if document.topology else size
-    if ranks > 1 and ranks % size:
-        raise Unreadable(f"must divide the {ranks} ranks, got {size}; write a size that does")
-    return KeyEffect(Fit.EQUIVALENT, _SAME, {"parallel.expert.size": size})
+    return grouped("parallel.expert.size", size, _SAME, document)
 
 
 def _must_be(usual: Any, why: str) -> Key:

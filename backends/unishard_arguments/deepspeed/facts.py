@@ -43,6 +43,14 @@ def readers(document: DocumentValues) -> int | None:
     return document.topology.world_size // together if document.topology else None
 
 
+def grouped(field: str, size: int, note: str, document: DocumentValues) -> KeyEffect:
+    """A field whose value is so many ranks, which must divide all."""
+    ranks = document.topology.world_size if document.topology else size
+    if ranks > 1 and ranks % size:
+        raise Unreadable(f"must divide the {ranks} ranks, got {size}; write a size that does")
+    return KeyEffect(Fit.EQUIVALENT, note, {field: size})
+
+
 def dropped(note: str) -> KeyEffect:
     """Nothing is lost without the key; it is repeated where a DeepSpeed config is written again."""
     return left_out(note)

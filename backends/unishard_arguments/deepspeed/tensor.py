@@ -14,7 +14,7 @@ from unishard.contract.entries import DocumentValues, Key, KeyEffect, Unreadable
 from unishard.contract.field_rows import row, when_default
 from unishard.contract.key_rows import drops, integer
 from unishard.contract.rules import Fit, Rule, unsupported
-from unishard_arguments.deepspeed.facts import TENSOR, cut, dropped
+from unishard_arguments.deepspeed.facts import TENSOR, cut, dropped, grouped
 
 _BLOCK = "tensor_parallel"
 _SAME = "by the plan that the model's class comes with; its own collectives: the same math"
@@ -25,10 +25,7 @@ def _sized(value: Any, document: DocumentValues) -> KeyEffect:
     size = 1 if value in (None, 0) else integer(1)(value)
     if size == 1:
         return dropped("is off")
-    ranks = document.topology.world_size if document.topology else size
-    if ranks > 1 and ranks % size:
-        raise Unreadable(f"must divide the {ranks} ranks, got {size}; write a size that does")
-    return KeyEffect(Fit.EQUIVALENT, _SAME, {"parallel.tensor.size": size})
+    return grouped("parallel.tensor.size", size, _SAME, document)
 
 
 def _planned(value: Any, document: DocumentValues) -> KeyEffect:
