@@ -112,4 +112,4 @@ def device_of(name: str | None, memory: str | None) -> Device | None:
     if name is None and memory is None:
         return None
     device = device_named(name or "h100-80g")
-    return device if memory is None else device._replace(name=name or memory, memory=parse_bytes(memory))
+    return device if memory is None else device._replace(name=name or "", memory=parse_bytes(memory))

@@ -16,6 +16,7 @@ class Device(NamedTuple):
     """One accelerator in the usual server."""
 
     name: str
+    """Empty where only its memory is known."""
     memory: int
     """Bytes that a process can allocate, about: after the CUDA context and NCCL's buffers."""
     within: float

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from textwrap import wrap
 
 from unishard.tools.plan.candidates import Candidate, wire_of
-from unishard.tools.plan.devices import in_gib, with_unit
+from unishard.tools.plan.devices import Device, in_gib, with_unit
 from unishard.tools.plan.planning import Plan
 
 _WIDTH = 80
@@ -35,13 +35,18 @@ def _heading(plan: Plan) -> Iterator[str]:
         f", {_count(trainable)} trainable" if trainable != every else ""
     )
     where = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
-    on = f"; {plan.device.name}, {with_unit(plan.device.memory)}" if plan.device else ""
+    on = f"; {_device(plan.device)}" if plan.device else ""
     yield from wrap(f"{model}; {where}{on}", _WIDTH)
     sizes = _micro_batch_of(plan) if plan.activations else plan.note
     word = next(iter(plan.activations), "")
     yield from wrap(
         f"GiB on the rank that holds most; {sizes}" + (f"; activation_checkpointing: {word}" if word else ""), _WIDTH
     )
+
+
+def _device(device: Device) -> str:
+    memory = with_unit(device.memory)
+    return f"{device.name}, {memory}" if device.name else f"{memory} of memory"
 
 
 def _text_table(plan: Plan, candidates: list[Candidate]) -> Iterator[str]:
