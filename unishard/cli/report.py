@@ -14,7 +14,17 @@ from unishard.errors import printable
 if TYPE_CHECKING:
     from unishard.formats import Item, Outcome
     from unishard.formats.report.comparing import FieldRow
-from unishard.cli.text_report import LOUD, key_value, listed, needs_input, value_of, write_text
+from unishard.cli.text_report import (
+    BY_SCRIPT,
+    LOUD,
+    is_left_to_script,
+    key_value,
+    listed,
+    needs_input,
+    set_by,
+    value_of,
+    write_text,
+)
 
 _ORDER = (Fit.EXACT, Fit.EQUIVALENT, Fit.IGNORED, Fit.APPROXIMATE, Fit.NEEDS_INPUT, Fit.UNSUPPORTED)
 """In the counts."""
@@ -112,9 +122,12 @@ def _markdown(outcome: Outcome) -> str:
     lines += [f"> warning: {_escaped(warning)}\n" for warning in outcome.warnings]
     lines += ["| line | key = value | fit | becomes | note |", "|---|---|---|---|---|"]
     for item in listed(outcome):
-        fit = f"**{item.fit}**" if item.fit in LOUD else str(item.fit)
+        word = BY_SCRIPT if is_left_to_script(item, outcome) else str(item.fit)
+        fit = f"**{word}**" if item.fit in LOUD else word
         line = "" if item.line is None else str(item.line)
-        cells = (line, _code(key_value(item)), fit, _code(item.becomes), _escaped(item.note))
+        said = [_code(f"--set {each}") for each in set_by(item, outcome)]
+        note = "; ".join(filter(None, (_escaped(item.note), *said)))
+        cells = (line, _code(key_value(item)), fit, _code(item.becomes), note)
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 LOUD = (Fit.UNSUPPORTED, Fit.NEEDS_INPUT, Fit.APPROXIMATE)
 """What needs attention, the most important first."""
 _LOUD_FIRST = (*LOUD, Fit.EQUIVALENT, Fit.IGNORED, Fit.EXACT)
+BY_SCRIPT = "for your training script"
 _LONGEST = 60
 _RANKS = "--world-size"
 _HANGING = {0: 4, 2: 6, 4: 4}
@@ -120,9 +121,11 @@ def _lines(outcome: Outcome, *, full: bool) -> Iterator[_Line]:
             for item in items
             if item.fit is fit and (full or fit is not Fit.EXACT or (item.assumed and not item.place))
         ]
-        if here:
-            yield _Line(f"{fit}:", style=FIT_STYLES[fit])
-        yield from _noted(here, outcome)
+        ours = [item for item in here if is_left_to_script(item, outcome)]
+        for heading, some in ((fit, [item for item in here if item not in ours]), (BY_SCRIPT, ours)):
+            if some:
+                yield _Line(f"{heading}:", style=FIT_STYLES[fit])
+            yield from _noted(some, outcome)
     yield from _changes(outcome)
     if outcome.supplied:
         yield from _filled(outcome.supplied, [] if full else items, outcome)
@@ -133,6 +136,16 @@ def _lines(outcome: Outcome, *, full: bool) -> Iterator[_Line]:
         )
     yield from _launched(outcome.launch)
     yield _Line(_sentence(outcome, items, full=full), style="bold")
+
+
+def set_by(item: Item, outcome: Outcome) -> list[str]:
+    """The overrides of fields that a key says."""
+    return [text for text in outcome.overrides if text.partition("=")[0].strip() in item.entry.effect.fields]
+
+
+def is_left_to_script(item: Item, outcome: Outcome) -> bool:
+    """Whether the training script must say what an override has decided."""
+    return item.fit is Fit.NEEDS_INPUT and item.by_script and bool(set_by(item, outcome))
 
 
 def _launched(command: str) -> Iterator[_Line]:
@@ -204,7 +217,8 @@ def _item(item: Item, outcome: Outcome) -> _Line:
     becomes = f" -> {item.becomes}" if item.becomes and item.fit is not Fit.UNSUPPORTED else ""
     line = f":{item.line}" if item.line else ""
     assumed = f"default of {outcome.reading.format}" if item.assumed and not item.supplied else ""
-    where = ", from ".join(filter(None, (assumed, _place(item, outcome))))
+    place = ", from ".join(filter(None, (assumed, _place(item, outcome))))
+    where = ", ".join(filter(None, (place, *(f"--set {text}" for text in set_by(item, outcome)))))
     return _Line(f"{item.key}{line} = {value_of(item.value)}{becomes}{where and f'  ({where})'}", 2)
 
 
@@ -219,6 +233,8 @@ def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:
     written = [item for item in outcome.items if not item.assumed and not item.supplied]
     counts = {fit: sum(item.fit is fit for item in written) for fit in Fit}
     ranks = sum(item.fit is Fit.NEEDS_INPUT and _by_ranks(item) for item in written)
+    left = sum(is_left_to_script(item, outcome) for item in written)
+    counts[Fit.NEEDS_INPUT] -= left
     parts = [
         f"{counts[Fit.EXACT] + counts[Fit.EQUIVALENT]} of {len(written)} keys carried over",
         *(f"{counts[fit]} {fit}" for fit in (Fit.APPROXIMATE, Fit.UNSUPPORTED, Fit.IGNORED) if counts[fit]),
@@ -228,6 +244,7 @@ def _sentence(outcome: Outcome, items: Sequence[Item], *, full: bool) -> str:
             else []
         ),
         *([f"{_need(ranks)} {_RANKS}"] if ranks else []),
+        *([f"{left} {BY_SCRIPT}"] if left else []),
         *([f"{_need(counts[Fit.NEEDS_INPUT] - ranks)} input"] if counts[Fit.NEEDS_INPUT] > ranks else []),
     ]
     defaults = sum(item.assumed and not item.supplied and item.fit in LOUD for item in outcome.items)
