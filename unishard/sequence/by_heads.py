@@ -176,7 +176,7 @@ def stand_in(declared: DeclaredFunction, split: SplitBatch, args: tuple[Any, ...
     made = declared.call(args, kwargs, few)
     output = output_of(made)
     declared.require("the result", output, declared.result, {**sizes, "l": min(_FEW, length)})
-    if not _alone(declared, split, args, kwargs, few, output, sizes["h"]):
+    if not _independent(declared, split, args, kwargs, few, output, sizes["h"]):
         split.mixed_heads.add(declared.name)
     total = output.new_zeros(
         [length if letter == "l" else n for letter, n in zip(declared.result, output.shape, strict=True)]
@@ -187,7 +187,7 @@ def stand_in(declared: DeclaredFunction, split: SplitBatch, args: tuple[Any, ...
     return with_output(made, total)
 
 
-def _alone(
+def _independent(
     declared: DeclaredFunction,
     split: SplitBatch,
     args: tuple[Any, ...],

@@ -1,4 +1,4 @@
-"""What attention must know of the micro-batch whose parts the ranks of a group have."""
+"""What attention, recurrences and convolutions must know of a micro-batch, of which each rank of a group has a part."""
 
 from __future__ import annotations
 

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from unishard.distributed.nested_tensors import replace_tensors, tensors_in
-from unishard.sequence.same_positions import OTHER_SHAPES, SAME_SHAPES, PartOfAll, dimension, own, rows, same
+from unishard.sequence.same_positions import OF_ROWS, OTHER_SHAPES, SAME_SHAPES, PartOfAll, dimension, own, rows, same
 
 Key = tuple[str, int]
 """The name of a module, and which of its calls."""
-_OF_ROWS = 2
-"""Dimensions of `[rows, positions]`."""
 
 
 class Mixing(NamedTuple):
@@ -130,7 +128,7 @@ class _Followed:
 
     def _dim(self, tensor: Tensor, part: Tensor) -> int | None:
         """The dimension of the positions; None for a list of numbers, which may be sorted, as tokens by experts."""
-        return dimension(tensor, part, self._share) if tensor.dim() >= _OF_ROWS else None
+        return dimension(tensor, part, self._share) if tensor.dim() >= OF_ROWS else None
 
     def _same(self, pair: _Pair, first: bool) -> bool:
         return same(pair.here, pair.before, OTHER_SHAPES if first else SAME_SHAPES, self._low)
@@ -153,7 +151,7 @@ class _Followed:
 
 def _counts(key: Key, pair: _Pair, first: bool) -> bool:
     """Whether an output says anything: of a module in the model if it has positions, else what it is for is unknown."""
-    return pair.placed or (not key[0] and (first or pair.here.dim() >= _OF_ROWS))
+    return pair.placed or (not key[0] and (first or pair.here.dim() >= OF_ROWS))
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from unishard.sequence.expert_balance import ExpertBalance
 from unishard.sequence.group import SequenceGroup
 from unishard.sequence.known_parts import KnownParts
 from unishard.sequence.layout import PositionLayout
+from unishard.sequence.padding import IGNORED
 from unishard.sequence.replaced_attention import replaced_attention
 from unishard.sequence.transformers_models import (
     counts_positions_itself,
@@ -32,7 +33,6 @@ from unishard.sequence.transformers_models import (
     use_split_attention,
 )
 
-_IGNORED = -100
 _logger = logging.getLogger("unishard")
 
 
@@ -248,7 +248,7 @@ class SplitForward:
 
     def _items(self, labels: Tensor) -> Tensor:
         """What this rank divides the sum of its losses by, so that the ranks' mean is the mean of the micro-batch."""
-        items = (labels != _IGNORED).sum()
+        items = (labels != IGNORED).sum()
         dist.all_reduce(items, group=self.group.process_group)
         return items / self.group.size
 
@@ -257,8 +257,8 @@ class SplitForward:
 
     def averaged(self, output: Any) -> Any:
         """The output with the mean of the ranks' losses, if it has one. Collective in the group."""
-        loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
-        if not isinstance(loss, Tensor) or loss.dim():
+        loss = loss_of(output)
+        if loss is None:
             return output
         mean = loss.detach().clone()
         dist.all_reduce(mean, group=self.group.process_group)
@@ -271,6 +271,12 @@ class SplitForward:
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._balance.end()
         self.leave()
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The loss in what a model returns, where transformers' models have it; None if there is none."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
+    return loss if isinstance(loss, Tensor) and not loss.dim() else None
 
 
 def _nothing() -> None:

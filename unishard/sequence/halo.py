@@ -15,7 +15,7 @@ from unishard.errors import ModelError
 from unishard.sequence import context
 from unishard.sequence.context import SplitBatch
 from unishard.sequence.documents import numbers_of
-from unishard.sequence.exchange import gather_positions
+from unishard.sequence.runs import as_runs, gather_runs
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,14 +90,13 @@ def _with_halo(function: Callable[[Tensor], Tensor], x: Tensor, reach: int, spli
             f"a convolution or shift of {length} positions, where parallel.sequence gives each rank {split.part}; "
             "set use_cache to False, for which models pad short samples, or remove parallel.sequence"
         )
-    runs = split.layout.multiple // split.group.size
-    own = torch.unflatten(x.transpose(1, 2), 1, (runs, -1))
-    seen = torch.cat([_halo(own, reach, split), own], 2).flatten(0, 1)
+    own = as_runs(x.transpose(1, 2), split)
+    seen = torch.cat([_halo(own, reach, split), own], 1)
     if apart and any(len(each) > 1 for each in split.separate_documents):
         made = _with_gaps(function, seen, reach, split)
     else:
         made = function(seen.transpose(1, 2))[..., reach:]
-    return torch.unflatten(made, 0, (batch, runs)).transpose(1, 2).flatten(2, 3)
+    return torch.unflatten(made, 0, (batch, -1)).transpose(1, 2).flatten(2, 3)
 
 
 # Not compiled, as attention is not.
@@ -105,14 +104,12 @@ _outside_graphs = torch.compiler.disable(_with_halo)  # type: ignore[no-untyped-
 
 
 def _halo(own: Tensor, reach: int, split: SplitBatch) -> Tensor:
-    """The positions before each run, `[batch, runs, reach, channels]`; zeros before the sequence."""
-    batch, runs, length, channels = own.shape
-    kept = min(reach, length)  # of parts shorter than the halo
-    sent = own[:, :, length - kept :].reshape(batch, 1, runs * kept, channels)
-    everyones = split.layout.join(gather_positions(sent, split.group), 2).squeeze(1)
+    """The positions before each run, `[batch x runs, reach, channels]`; zeros before the sequence."""
+    kept = min(reach, own.shape[1])  # of parts shorter than the halo
+    everyones = gather_runs(own[:, own.shape[1] - kept :], split).flatten(1, 2)
     everyones = functional.pad(everyones, (0, 0, reach, 0))
-    mine = [run.start for run in split.layout.runs(split.group.rank, split.layout.multiple)]
-    return torch.stack([everyones[:, number * kept : number * kept + reach] for number in mine], 1)
+    starts = [number * kept for number in split.layout.numbers(split.group.rank)]
+    return torch.stack([everyones[:, start : start + reach] for start in starts], 1).flatten(0, 1)
 
 
 def _with_gaps(function: Callable[[Tensor], Tensor], seen: Tensor, reach: int, split: SplitBatch) -> Tensor:

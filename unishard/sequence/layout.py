@@ -34,14 +34,18 @@ class PositionLayout:
     def __init__(self, size: int, *, balanced: bool) -> None:
         self.size = size
         self.balanced = balanced
-        self.multiple = 2 * size if balanced else size
-        """The length of a sequence must be a multiple of it."""
+        self.runs_of_a_rank = 2 if balanced else 1
+        self.multiple = size * self.runs_of_a_rank
+        """How many runs a sequence has; its length must be a multiple of it."""
+
+    def numbers(self, rank: int) -> tuple[int, ...]:
+        """Which of the runs of a sequence a rank has, in the rank's order."""
+        return (rank, 2 * self.size - 1 - rank) if self.balanced else (rank,)
 
     def runs(self, rank: int, length: int) -> list[PositionRange]:
         """The runs of a rank in a sequence of `length`, which is a multiple of `multiple`, in the rank's order."""
         run_length = length // self.multiple
-        numbers = (rank, 2 * self.size - 1 - rank) if self.balanced else (rank,)
-        return [PositionRange(number * run_length, run_length) for number in numbers]
+        return [PositionRange(number * run_length, run_length) for number in self.numbers(rank)]
 
     def take(self, tensor: Tensor, rank: int, dim: int = 1) -> Tensor:
         """A rank's part of a whole tensor."""
@@ -50,19 +54,20 @@ class PositionLayout:
 
     def join(self, parts: Tensor, dim: int) -> Tensor:
         """The whole tensor from the parts of all ranks, joined along `dim` in the order of the ranks."""
-        return self._reordered(parts, dim, [run for rank in range(self.size) for run in self._runs_of(rank)], back=True)
+        order = self._order
+        return self._reordered(parts, dim, [order.index(number) for number in range(self.multiple)])
 
     def split(self, whole: Tensor, dim: int) -> Tensor:
         """The opposite of `join`."""
-        return self._reordered(whole, dim, [run for rank in range(self.size) for run in self._runs_of(rank)])
+        return self._reordered(whole, dim, self._order)
 
-    def _runs_of(self, rank: int) -> list[int]:
-        return [run.start for run in self.runs(rank, self.multiple)]
+    @property
+    def _order(self) -> list[int]:
+        """The numbers of the runs, in the order of the ranks."""
+        return [number for rank in range(self.size) for number in self.numbers(rank)]
 
-    def _reordered(self, tensor: Tensor, dim: int, order: list[int], *, back: bool = False) -> Tensor:
+    def _reordered(self, tensor: Tensor, dim: int, order: list[int]) -> Tensor:
         if not self.balanced:
             return tensor
         chunks = tensor.chunk(self.multiple, dim)
-        if back:
-            order = [order.index(number) for number in range(len(order))]
         return torch.cat([chunks[number] for number in order], dim)

@@ -25,13 +25,12 @@ from unishard.sequence.exchange import gather_plain
 from unishard.sequence.followed import Mixing, first_mixing
 from unishard.sequence.forward import SplitForward
 from unishard.sequence.kept_losses import KeptLoss, changed_by_parts, kept_losses
-from unishard.sequence.same_positions import OTHER_SHAPES, PartOfAll, dimension, own, same
+from unishard.sequence.padding import IGNORED
+from unishard.sequence.same_positions import OF_ROWS, OTHER_SHAPES, PartOfAll, dimension, own, same
 from unishard.sequence.unchanged import evaluating, seed, unchanged
 
 _TOKENS, _LEAST = 1024, 32
 """Of all ranks' parts together, and positions of a part, if it has so many."""
-_OF_ROWS = 2
-"""Dimensions of `[rows, positions]`."""
 _KEPT = ("position_ids", "labels", "shift_labels", "attention_mask")
 """What is not tokens."""
 
@@ -127,7 +126,7 @@ class _Runs:
             torch.equal(first, second)
             for other in others
             for (first, _), (second, _) in zip(whole, other, strict=False)
-            if first.dim() >= _OF_ROWS
+            if first.dim() >= OF_ROWS
         )
         return _on_all(equal and len({len(part_only), *map(len, among)}) == 1)
 
@@ -151,7 +150,7 @@ def _part(forward: SplitForward, call: _Probe, length: int, share: PartOfAll) ->
 
     def chosen(name: str, tensor: Tensor) -> Tensor:
         dim = _dim(name, tensor)
-        if forward.parts.is_whole(tensor) or tensor.dim() < _OF_ROWS or tensor.shape[dim] != length:
+        if forward.parts.is_whole(tensor) or tensor.dim() < OF_ROWS or tensor.shape[dim] != length:
             return tensor
         return tensor.index_select(dim, places.to(tensor.device))
 
@@ -171,7 +170,7 @@ def _labelled(key: str, value: Any, share: PartOfAll) -> Any:
         return value
     if value.dim() < 2:  # of whole samples
         return value
-    return value.clamp(min=0) if share.rank else torch.full_like(value, -100)
+    return value.clamp(min=0) if share.rank else torch.full_like(value, IGNORED)
 
 
 def _of_all(forward: SplitForward, part: _Probe, share: PartOfAll) -> tuple[_Probe, _Probe, _Probe]:
@@ -183,7 +182,7 @@ def _of_all(forward: SplitForward, part: _Probe, share: PartOfAll) -> tuple[_Pro
 
     def everyones(name: str, tensor: Tensor) -> Tensor:
         dim = _dim(name, tensor)
-        if forward.parts.is_whole(tensor) or tensor.dim() < _OF_ROWS or tensor.shape[dim] != share.length:
+        if forward.parts.is_whole(tensor) or tensor.dim() < OF_ROWS or tensor.shape[dim] != share.length:
             return tensor
         return torch.cat(gather_plain(tensor, forward.group), dim)
 

@@ -15,7 +15,7 @@ SAME_SHAPES: Room = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0
 """What experts round that get another number of tokens; all else is equal bit for bit."""
 _ROUTED = 1 / 8
 """Positions that another rounding may send to other experts, in 16 bits."""
-_OF_ROWS = 2
+OF_ROWS = 2
 """Dimensions of `[rows, positions]`."""
 
 
@@ -77,7 +77,7 @@ def same(first: Tensor, second: Tensor, room: Room, low: torch.dtype | None = No
         differs = ~torch.isclose(first.float(), second.float(), rtol=0, atol=atol, equal_nan=True)
     else:
         differs = first != second
-    if first.dim() < _OF_ROWS:
+    if first.dim() < OF_ROWS:
         return not bool(differs.any())
-    positions = differs.flatten(2).any(-1) if differs.dim() > _OF_ROWS else differs
+    positions = differs.flatten(2).any(-1) if differs.dim() > OF_ROWS else differs
     return float(positions.float().mean()) <= routed

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from unishard.sequence.context import SplitBatch
-from unishard.sequence.exchange import gather_positions
+from unishard.sequence.runs import as_runs, gather_runs, joined_runs
 
 
 def delta_rule(
@@ -45,14 +45,14 @@ def delta_rule(
     Returns:
         `[batch, positions, heads, value dim]`, and the state in which each run ends that began with zeros.
     """
-    query, key, value, g, beta = (_runs(each, split) for each in (query, key, value, g, beta))
+    query, key, value, g, beta = (as_runs(each, split) for each in (query, key, value, g, beta))
     width, dim = key.shape[-1], value.shape[-1]
     identity = functional.pad(torch.eye(width, device=value.device), (dim, 0))
     options |= {"initial_state": identity.expand(len(value), value.shape[2], -1, -1), "output_final_state": True}
     output, final = function(query, key, functional.pad(value, (0, width)), g=g, beta=beta, **options)
     first = beginnings(final[..., :dim], final[..., dim:], torch.matmul, split)
     added = torch.einsum("blhk,bhkv->blhv", output[..., dim:].float(), first)
-    return _joined((output[..., :dim].float() + added).to(output.dtype), split), final[..., :dim]
+    return joined_runs((output[..., :dim].float() + added).to(output.dtype), split), final[..., :dim]
 
 
 def mamba2(
@@ -84,7 +84,7 @@ def mamba2(
         As of the function: `[batch, positions, heads, dim]`, and with `return_final_states` the state in which each
         run ends that began with zeros.
     """
-    hidden_states, dt, B, C = (_runs(each, split) for each in (hidden_states, dt, B, C))
+    hidden_states, dt, B, C = (as_runs(each, split) for each in (hidden_states, dt, B, C))
     asked, options["return_final_states"] = options.get("return_final_states"), True
     output, final = function(hidden_states, dt, A, B, C, **options)
     decay = _decay(dt, A, options)
@@ -92,7 +92,7 @@ def mamba2(
     groups = C.shape[2]
     read = torch.einsum("blgn,bgrpn->blgrp", C.float(), torch.unflatten(first, 1, (groups, -1)))
     added = read.flatten(2, 3) * decay[..., None]
-    output = _joined((output.float() + added).to(output.dtype), split).contiguous()  # models call view
+    output = joined_runs((output.float() + added).to(output.dtype), split).contiguous()  # models call view
     return (output, final) if asked else output
 
 
@@ -116,9 +116,7 @@ def beginnings(
         apply: Of a transition to a state; a run ends in `apply(transition, state) + final`.
         split: The micro-batch.
     """
-    runs = split.layout.multiple // split.group.size
-    sent = torch.unflatten(torch.cat([final.flatten(1), transition.flatten(1)], 1), 0, (-1, 1, runs))
-    everyones = split.layout.join(gather_positions(sent, split.group), 2).squeeze(1)
+    everyones = gather_runs(torch.cat([final.flatten(1), transition.flatten(1)], 1), split)
     of_state = final[0].numel()
     finals = torch.unflatten(everyones[..., :of_state], 2, final.shape[1:])
     transitions = torch.unflatten(everyones[..., of_state:], 2, transition.shape[1:])
@@ -127,14 +125,5 @@ def beginnings(
         states.append(apply(transitions[:, number], states[-1]) + finals[:, number])
     # Chosen of all states, so that every rank takes part in the backward of the gather; one by one, for a list would be
     # copied to the device.
-    mine, every = split.layout.runs(split.group.rank, split.layout.multiple), torch.stack(states, 1)
-    return torch.stack([every[:, run.start] for run in mine], 1).flatten(0, 1)
-
-
-def _runs(tensor: Tensor, split: SplitBatch) -> Tensor:
-    """Each run of positions as a sample."""
-    return torch.unflatten(tensor, 1, (split.layout.multiple // split.group.size, -1)).flatten(0, 1)
-
-
-def _joined(tensor: Tensor, split: SplitBatch) -> Tensor:
-    return torch.unflatten(tensor, 0, (-1, split.layout.multiple // split.group.size)).flatten(1, 2)
+    every = torch.stack(states, 1)
+    return torch.stack([every[:, number] for number in split.layout.numbers(split.group.rank)], 1).flatten(0, 1)

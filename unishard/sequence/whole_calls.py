@@ -16,6 +16,7 @@ from unishard.data.batches import Place
 from unishard.distributed.nested_tensors import replace_tensors
 from unishard.errors import ContractError
 from unishard.logits.deferred_logits import DeferredLogits
+from unishard.sequence.forward import loss_of
 from unishard.sequence.split_sequences import SplitSequences
 
 _ITEMS = "num_items_in_batch"
@@ -58,7 +59,7 @@ class WholeCalls:
         output = self._run(**self._place(call, self._device))
         if items is not None and any(call.get(name) is not None for name in _LABELS):
             output = self._sequences.forward.averaged(output)
-        split_logits = torch.is_grad_enabled() and _has_loss(output)
+        split_logits = torch.is_grad_enabled() and loss_of(output) is not None
         return replace_tensors(output, lambda tensor: self._whole(tensor, call, split_logits=split_logits))
 
     def _whole(self, tensor: Tensor, call: Mapping[str, Any], *, split_logits: bool) -> Any:
@@ -75,11 +76,6 @@ class WholeCalls:
 
 def _as_joined(call: Mapping[str, Any], whole: Tensor) -> Tensor:
     return whole
-
-
-def _has_loss(output: Any) -> bool:
-    loss = output.get("loss") if isinstance(output, Mapping) else output[0] if isinstance(output, tuple) else None
-    return isinstance(loss, Tensor) and not loss.dim()
 
 
 class _Part:

@@ -40,8 +40,7 @@ def sharing_samples(model: nn.Module, parallel: Parallel, rows: int, part: int, 
     section = sequence_of(model, parallel.sequence)
     size = section.size
     layout = PositionLayout(size, balanced=section.method == "allgather")
-    runs = layout.multiple // size
-    part = -(-part // runs) * runs
+    part = -(-part // layout.runs_of_a_rank) * layout.runs_of_a_rank
     split = SplitBatch(
         group=CountingSequenceGroup(None, None, size, size - 1, parallel.tensor.size, noted),
         layout=layout,
