@@ -130,31 +130,33 @@ def marked(name: str) -> dict[str, torch.Tensor]:
 
 @in_ranks(
     cells=(
-        ("fsdp", "Qwen3Next", True, "ulysses"),
-        ("deepspeed", "Bamba", True, "allgather"),
-        ("deepspeed", "Qwen3Next", False, "allgather"),
-        ("fsdp", "Bamba", False, "ulysses"),
+        ("fsdp", "Qwen3Next", True, "ulysses", ""),
+        ("fsdp", "Qwen3Next", True, "allgather", "cu_seq_lens_q"),
+        ("deepspeed", "Bamba", True, "allgather", ""),
+        ("deepspeed", "Qwen3Next", False, "allgather", "position_ids"),
+        ("fsdp", "Bamba", False, "ulysses", "position_ids"),
     )
 )
-def test_documents_that_are_apart(backend, name, installed, method):
-    """As in one process with kernels: theirs keep documents apart in their own words, and ours without them too, where
-    positions say it or not."""
+def test_documents_that_are_apart(backend, name, installed, method, left_out):
+    """As in one process with kernels: theirs keep documents apart in their own words, or join them where a batch does
+    not say these, and ours keep them apart without kernels too, where positions say it or not."""
     plain, batch = hybrid(name), marked(name)
+    given = {name: value for name, value in batch.items() if name != left_out}
     with kernels_for(plain):
-        plain(**batch).loss.backward()
+        plain(**given if installed else batch).loss.backward()
     norm = torch.nn.utils.get_total_norm([each.grad for each in plain.parameters() if each.grad is not None]).item()
     cfg = configured(backend, "full_shard", **sequence(method, "states")).override(
         "training.gradient_accumulation_steps=1"
     )
     model = hybrid(name)
-    given = {name: value for name, value in batch.items() if installed or name != "position_ids"}
     with kernels_for(model) if installed else nullcontext() as kernels, unishard.prepare(model, cfg) as engine:
         (part,) = engine.batches([given])
         engine.backward(engine(**part).loss)
         found = engine.step().grad_norm
     assert found == pytest.approx(norm, rel=1e-5)
     if installed:
-        assert {*kernels.apart} == {"delta rule" if name == "Qwen3Next" else "mamba2"}
+        apart = {"Qwen3Next": "delta rule", "Bamba": "mamba2"}
+        assert kernels.apart == [] if left_out else {*kernels.apart} == {apart[name]}
 
 
 @in_ranks(cells=EACH)

@@ -133,15 +133,15 @@ def _split_function(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     if name in _FUSED:
         return lambda split, *args, **kwargs: None
     if name == _CONVOLUTION:
-        return functools.partial(_convolution, own)
+        return functools.partial(_split_convolution, own)
     recurrence = _RECURRENCES[name]
-    return functools.partial(_recurrence, own, DeclaredFunction(own, recurrence.layout), recurrence)
+    return functools.partial(_split_recurrence, own, DeclaredFunction(own, recurrence.layout), recurrence)
 
 
-def _convolution(
+def _split_convolution(
     own: Callable[..., Any], split: SplitBatch, hidden_states: Tensor, weight: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    apart, kwargs = _borders(split, kwargs)
+    apart, kwargs = _borders(split, kwargs, _BORDERS)
 
     def convolved(seen: Tensor) -> Tensor:
         made: Tensor = own(seen, weight, *args, **kwargs)
@@ -150,7 +150,7 @@ def _convolution(
     return over_halo(convolved, hidden_states, weight.shape[-1] - 1, apart=apart)
 
 
-def _recurrence(
+def _split_recurrence(
     own: Callable[..., Any],
     declared: DeclaredFunction,
     recurrence: _Recurrence,
@@ -158,24 +158,26 @@ def _recurrence(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    apart, kwargs = _borders(split, kwargs)
-    by_states = recurrence.by_states
+    kernel, by_states = _is_kernel(own), recurrence.by_states
+    apart, kwargs = _borders(split, kwargs, (recurrence.borders,) if kernel else _BORDERS)
     if split.proving:
         return stand_in(declared, split, args, kwargs)
     if by_states is not None and not apart and _prefers_states(declared, split, args, kwargs):
         return by_states(own, split, *args, **kwargs)
     documents = split.separate_documents if apart else split.whole_samples
-    if apart and (borders := _kernel_borders(own, recurrence.borders, split)) is not None:
+    if apart and kernel and (borders := _kernel_borders(recurrence.borders, split)) is not None:
         device = next(iter(declared.tensors(args, kwargs).values())).device
         kwargs, documents = {**kwargs, recurrence.borders: borders.to(device, non_blocking=True)}, split.whole_samples
     return over_heads(declared, split, args, kwargs, documents)
 
 
-def _kernel_borders(own: Callable[..., Any], argument: str, split: SplitBatch) -> Tensor | None:
+def _is_kernel(own: Callable[..., Any]) -> bool:
+    """Whether a function is a kernel; torch's takes no documents (transformers 5.23, integrations/hub_kernels.py)."""
+    return inspect.isfunction(own) and bool(inspect.getclosurevars(own).nonlocals.get("is_new_implementation"))
+
+
+def _kernel_borders(argument: str, split: SplitBatch) -> Tensor | None:
     """The documents of whole samples, as a kernel takes them; None where each must have a call of its own."""
-    # Otherwise it is torch's, which takes none (transformers 5.23, integrations/hub_kernels.py).
-    if not (inspect.isfunction(own) and inspect.getclosurevars(own).nonlocals.get("is_new_implementation")):
-        return None
     documents = split.separate_documents
     if argument == "seq_idx":
         return numbers_of(documents).int()
@@ -196,8 +198,7 @@ def _prefers_states(
         return True
     sent = sum(each.nbytes for name, each in tensors.items() if "l" in declared.arguments[name]) // split.group.size
     rows, columns = _state_sizes(sizes)
-    runs = split.layout.multiple // split.group.size
-    return sizes["b"] * runs * sizes["h"] * rows * columns * torch.float32.itemsize < sent
+    return sizes["b"] * split.layout.runs_of_a_rank * sizes["h"] * rows * columns * torch.float32.itemsize < sent
 
 
 def _state_sizes(sizes: Mapping[str, int]) -> tuple[int, int]:
@@ -207,9 +208,15 @@ def _state_sizes(sizes: Mapping[str, int]) -> tuple[int, int]:
     return sizes["d"], sizes["d"] + sizes["v"]
 
 
-def _borders(split: SplitBatch, kwargs: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
-    """Whether a call keeps documents apart, and its arguments without those that say it, which are of whole samples."""
-    apart = any(kwargs.get(name) is not None for name in _BORDERS)
+def _borders(split: SplitBatch, kwargs: dict[str, Any], read: tuple[str, ...]) -> tuple[bool, dict[str, Any]]:
+    """Whether a call keeps documents apart, and its arguments without those that say it, which are of whole samples.
+
+    Args:
+        split: The micro-batch.
+        kwargs: Of the call.
+        read: Arguments that count: a kernel joins what another one than its own says, in one process too.
+    """
+    apart = any(kwargs.get(name) is not None for name in read)
     if not apart and not split.proving and split.packed:
         _say_joined()
     return apart, {name: value for name, value in kwargs.items() if name not in _BORDERS}
