@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers as hf
 from sequence_models import LENGTH, VOCABULARY, Packed
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import unishard
 
@@ -100,6 +103,27 @@ def scaled(model: nn.Module, factor: float) -> nn.Module:
         else:
             parameter.data += 0.05 * torch.randn_like(parameter)
     return model
+
+
+class _InFloat64(TorchFunctionMode):
+    """Computes in float64 what a model, or unishard, computes in float32 whatever it is given."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        args, kwargs = ([*args], kwargs or {})
+        args = [torch.float64 if each is torch.float32 else each for each in args]
+        return func(*args, **{name: torch.float64 if each is torch.float32 else each for name, each in kwargs.items()})
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """A block of forwards, and backwards by `torch.autograd.backward`, that round to float64 only."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _InFloat64():
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @unishard.by_heads("gates: b l h x, within: h d e -> b l h d")

@@ -79,5 +79,6 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # A sum in fp32 of what all-to-all brings: as many bytes as reduce-scatter, and no rounding between its terms.
-        return _exchanged(gradient, ctx.group, 2).sum(0, dtype=torch.float32).to(gradient.dtype), None
+        # In fp32 or more, of what all-to-all brings: as many bytes as reduce-scatter, and no rounding between terms.
+        precise = torch.promote_types(gradient.dtype, torch.float32)
+        return _exchanged(gradient, ctx.group, 2).sum(0, dtype=precise).to(gradient.dtype), None
