@@ -1,7 +1,7 @@
 """Measures long sequences on both engines beside Accelerate's own and beside half the length, and writes the page.
 
     python -m benchmarks.sequence --write     # 40 minutes
-    python -m benchmarks.sequence --hybrid --write
+    python -m benchmarks.sequence --hybrid --write     # the hybrid model only: 3 minutes
     python -m benchmarks.sequence --engine fsdp --rounds 1 --budget 0
     python -m benchmarks.sequence --kept      # measures nothing
 
@@ -12,6 +12,8 @@ process.
 from __future__ import annotations
 
 import argparse
+import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,12 +28,14 @@ CANDIDATES = (*(Candidate(method, sections=sections) for method, sections in SPL
 ACCELERATE = {"deepspeed": (Candidate("Accelerate"),)}
 """Its `cp_size` on FSDP2 does not run on CPU: torch 2.13 has no sharding strategy for
 `aten._scaled_dot_product_flash_attention_for_cpu`."""
+OF_HYBRID = SIZE.length // 2
+"""Positions of a sequence of the hybrid model: torch's recurrences take their time."""
 HYBRID = (
     *(
-        Candidate(way, sections={"parallel": {"sequence": {"size": GROUP, "recurrences": way}}}, hybrid=True)
+        Candidate(way, OF_HYBRID, sections={"parallel": {"sequence": {"size": GROUP, "recurrences": way}}}, hybrid=True)
         for way in ("heads", "states")
     ),
-    HALF._replace(hybrid=True),
+    HALF._replace(length=OF_HYBRID // 2, hybrid=True),
 )
 CHUNKED = {"training": {"loss_chunk_tokens": 256}}
 WITHIN = (
@@ -48,7 +52,8 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, action="append", help="default: both")
     parser.add_argument("--rounds", type=int, default=5, help="starts of each candidate")
     parser.add_argument("--budget", type=int, default=256, help="MiB of an update, for the longest sequence; 0: none")
-    parser.add_argument("--hybrid", action="store_true", help="measure the hybrid model alone, and keep the rest")
+    parser.add_argument("--seconds", type=float, default=160.0, help="for the hybrid model, of at least one round")
+    parser.add_argument("--hybrid", action="store_true", help="measure only the hybrid model, and keep the rest")
     MEASURED.run(parser, measure)
 
 
@@ -57,7 +62,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     results = MEASURED.kept() if given.hybrid else _of_attention(given)
     results["hybrid"] = {"machine": machine(GROUP), "cells": []}
     for engine in given.engine or ENGINES:
-        results["hybrid"]["cells"] += _timed(engine, HYBRID, given.rounds, OF_HYBRIDS)
+        share = given.seconds / len(given.engine or ENGINES)
+        results["hybrid"]["cells"] += _timed(engine, HYBRID, given.rounds, OF_HYBRIDS, seconds=share)
     return results
 
 
@@ -72,8 +78,13 @@ def _of_attention(given: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def _timed(engine: str, candidates: Sequence[Candidate], count: int, reference: Comparison) -> Iterator[dict[str, Any]]:
-    rounds = [{each.name: updates(engine, each) for each in candidates} for _ in range(count)]
+def _timed(
+    engine: str, candidates: Sequence[Candidate], count: int, reference: Comparison, *, seconds: float = math.inf
+) -> Iterator[dict[str, Any]]:
+    """The results of a number of rounds, of which none but the first begins when the time is over."""
+    rounds, end = [], time.monotonic() + seconds
+    while not rounds or (len(rounds) < count and time.monotonic() < end):
+        rounds.append({each.name: updates(engine, each) for each in candidates})
     for each in candidates:
         result = result_of(engine, each.name, rounds, reference)
         print(line_of(result, reference), flush=True)

@@ -33,7 +33,7 @@ def updates(engine: str, candidate: Candidate, count: int = TIMED) -> Updates:
 
 
 def peak(engine: str, candidate: Candidate) -> int:
-    """The peak alone."""
+    """Only the peak."""
     return updates(engine, candidate, count=0).peak
 
 
