@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -406,20 +407,26 @@ HEAD_WHOLE = {f"model.layers.*.mlp.{each}": "colwise" for each in ("up_proj", "g
 SHARED = {"sequence": {"sequence": 2}, "tensor": {"tensor": {"size": 2, "plan": HEAD_WHOLE}}}
 
 
-@with_trl
-@in_ranks(
-    cells=(
-        ("deepspeed", False, "sequence"),
-        ("fsdp", True, "sequence"),
-        ("fsdp", False, "tensor"),
-        *((("fsdp", False, "sequence"), ("deepspeed", True, "tensor")) if DEEP else ()),
-    )
+OF_SFT = (
+    ("deepspeed", False, "sequence", "Llama"),
+    ("fsdp", True, "sequence", "FalconH1"),
+    ("fsdp", False, "tensor", "Llama"),
+    ("fsdp", False, "sequence", "Qwen3_5"),
+    ("deepspeed", True, "sequence", "Qwen3_5"),
+    ("fsdp", True, "sequence", "Llama"),
+    ("deepspeed", True, "tensor", "Llama"),
 )
-def test_sft_of_trl(backend, packed, shared):
+
+
+@with_trl
+@in_ranks(cells=OF_SFT[: None if DEEP else 3])
+def test_sft_of_trl(backend, packed, shared, name):
+    """Packed documents are apart, also in state spaces without a kernel that can do it, which one process refuses."""
+    build = model if name == "Llama" else partial(hybrid, name, vocab_size=SMALL["vocab_size"])
     cfg = configured(backend, parallel=SHARED[shared])
-    made = of_trl("SFT", cfg, shared_folder(), documents(), packing=packed)
+    made = of_trl("SFT", cfg, shared_folder(), documents(), packing=packed, judge=build())
     rows = [*made.train_dataset]
-    reference, losses, right = model(), [], []
+    reference, losses, right = build(), [], []
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     for update in range(UPDATES):
         each = WINDOW * ROWS
