@@ -110,7 +110,7 @@ class Dispatch:
         with seen_as(module, dict.fromkeys(names, partial(scale_gradient, factor=self.factor))):
             return self._own(inputs, numbers, torch.ones_like(numbers, dtype=inputs.dtype))
 
-    @torch.no_grad()
+    @torch.inference_mode()  # what is computed here is no part of a forward that is recomputed
     def _prove(self, inputs: Tensor) -> None:
         """Check that the weights of experts multiply their results, and nothing before, and that tokens are apart:
         every rank by its own tokens.
