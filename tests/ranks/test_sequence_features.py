@@ -55,6 +55,12 @@ def test_hybrid_groups(backend, strategy):
     compared(configured(backend, {"strategy": strategy, "group_size": 2}), "llama", readers=2)
 
 
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS))
+def test_replicated_parameters(backend):
+    """The first forward changes their values for a while, and gives them back."""
+    compared(configured(backend).override("sharding.replicate=[norm]"), "llama", readers=1)
+
+
 @in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
 def test_a_released_model_is_as_before(backend):
     model = build("windows")

@@ -44,6 +44,19 @@ class Counted(nn.Module):
         return hidden + torch.arange(hidden.shape[1])[:, None].to(hidden.dtype)
 
 
+class Chooses(nn.Module):
+    """Has a module that gets some tokens: by chance twice as many of two parts as of one, with other tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.SiLU()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        same = torch.equal(hidden[0, 0], hidden[0, 1])
+        self.act(hidden[0, -4 if hidden.shape[1] == LENGTH else -8 if same else -7 :])
+        return hidden
+
+
 def _found(dtype: torch.dtype, *more: nn.Module) -> tuple[Mixing | None, float]:
     """What mixes positions, and how much the model makes of them by what else there is."""
     torch.manual_seed(0)
@@ -73,3 +86,7 @@ def test_what_is_rounded_mixes_nothing_however_much_comes_of_it(dtype: torch.dty
 @pytest.mark.parametrize(("module", "counts"), [(Previous(), False), (Counted(), True)], ids=["previous", "counted"])
 def test_a_module_is_found_behind_what_is_rounded(dtype: torch.dtype, module: nn.Module, counts: bool) -> None:
     assert _found(dtype, module)[0] == Mixing("6", counts)
+
+
+def test_tokens_of_an_expert_are_no_positions() -> None:
+    assert _found(torch.float32, Chooses())[0] is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from unishard.contract.adapter import ShardedModel, Updates
 from unishard.contract.plan import OptimizerPlan, RunPlan
@@ -105,18 +104,19 @@ def training_guards(
     """The guards of a training loop, in the order in which they look. Collective."""
     module, place, full = updates.model.module, order.place, plan.guard.full_weights
     packages = {"torch", "unishard", type(updates).__module__.partition(".")[0], *plan.backend.requires}
+    writes = Guard() if full else ParameterWrites(module, place)
     guards: list[Guard] = [
         UnfitLoss(),
         LateUnfreezing(module, trainable.prepared),
         AddedModules(module, packages, place),
-        *([] if full else _of_shards(module, plan, order)),
+        *(_of_shards(writes, plan, order) if isinstance(writes, ParameterWrites) else ()),
         EditedGradients(module, shown, place),
         OtherParameters(updates),
         DividedLoss(plan.loop.gradient_accumulation_steps, plan.loop.backward_calls),
         ForeignBackward(updates, order.blocks),
         SkippedUpdates(),
         unshared_data,
-        *([] if around.sequences is None else _of_sequences(updates.model, around.sequences, order)),
+        *([] if around.sequences is None else _of_sequences(updates.model, around.sequences, order, writes)),
         *([CutBlocks(around.sliced)] if around.sliced.exchanges else []),
     ]
     if order.ranks.compared:
@@ -127,15 +127,14 @@ def training_guards(
     return guards
 
 
-def _of_shards(module: nn.Module, plan: RunPlan, order: CallOrder) -> list[Guard]:
+def _of_shards(writes: ParameterWrites, plan: RunPlan, order: CallOrder) -> list[Guard]:
     """Those where the module's own tensors are not the weights."""
-    written = ParameterWrites(module, order.place)
     return [
         InferenceInForward(),
-        written,
+        writes,
         CopiedContainers(order.blocks),
         InplaceWrites(gathers=plan.guard.gathers),
-        GatheredWrites(written),
+        GatheredWrites(writes),
         FreedViews(),
     ]
 
@@ -156,9 +155,9 @@ def _watched_modules(adapter: ShardedModel, plan: RunPlan) -> list[WatchedModule
     ]
 
 
-def _of_sequences(adapter: ShardedModel, sequences: SplitSequences, order: CallOrder) -> list[Guard]:
+def _of_sequences(adapter: ShardedModel, sequences: SplitSequences, order: CallOrder, writes: Guard) -> list[Guard]:
     """Those where each rank has a part of a sequence."""
-    mixed = MixedPositions(adapter, sequences, order.place, order.blocks)
+    mixed = MixedPositions(adapter, sequences, order.place, order.blocks, writes)
     return [mixed, UnweighedLoss(sequences), RecomputedAttention(sequences)]
 
 

@@ -150,8 +150,12 @@ class _Followed:
 
 
 def _counts(key: Key, pair: _Pair, first: bool) -> bool:
-    """Whether an output says anything: of a module in the model if it has positions, else what it is for is unknown."""
-    return pair.placed or (not key[0] and (first or pair.here.dim() >= OF_ROWS))
+    """Whether an output says anything: of a module in the model if it has positions, else what it is for is unknown, as
+    of the tokens of an expert, which are as many as all parts have by chance.
+    """
+    if key[0]:
+        return pair.placed and pair.here.shape == pair.before.shape
+    return pair.placed or first or pair.here.dim() >= OF_ROWS
 
 
 @contextmanager

@@ -28,8 +28,20 @@ class MixedPositions(Guard):
     silence.
     """
 
-    def __init__(self, adapter: ShardedModel, sequences: SplitSequences, place: LoopPlace, blocks: OpenBlocks) -> None:
+    def __init__(
+        self, adapter: ShardedModel, sequences: SplitSequences, place: LoopPlace, blocks: OpenBlocks, writes: Guard
+    ) -> None:
+        """Look at nothing yet.
+
+        Args:
+            adapter: The model.
+            sequences: What splits its samples.
+            place: Where the loop is.
+            blocks: Those that the script has open.
+            writes: Compares the parameters around a forward; here around those of the proof, whose weights differ.
+        """
         self._adapter, self._sequences, self._place, self._blocks = adapter, sequences, place, blocks
+        self._writes = writes
         self._proved = self._due = False
         self._next = 0
         """The number of updates before which it does not look again."""
@@ -46,6 +58,9 @@ class MixedPositions(Guard):
         """Prove it, where it is due."""
         if self._due:
             with nullcontext() if self._proved else perturbed_weights(self._adapter, self._place, self._blocks):
+                self._writes.before_forward()
                 self._sequences.prove(self._adapter.forward, *inputs, again=self._proved)
+                self._writes.after_forward()
+            self._writes.before_forward()
             self._proved = True
         yield

@@ -55,7 +55,7 @@ class _Results:
         """Whether the forward has changed one in place."""
 
     def policy(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Whether the results of an operation are kept; not what no backward sees, which may run in the forward only."""
+        """Whether the results of an operation are kept; not of what no backward sees."""
         if operation in _kept() and not torch.is_inference_mode_enabled():
             self._memory.update(map(_memory_of, tensors_in(context.op_output)))
             return CheckpointPolicy.MUST_SAVE
