@@ -206,6 +206,21 @@ def test_a_failing_store_is_asked_again_and_given_up_only_at_the_end(
     assert not [thread for thread in threading.enumerate() if thread.name == "unishard-copies"]
 
 
+def test_while_it_waits_it_says_what_is_sent(
+    server: ObjectStore, there: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_SAID_EVERY", 0.1)
+    folder = save(tmp_path, 10, b"x" * 1_500_000, run="1a1a1a1a", names=["one", "two"])
+    server.set(slow="two", seconds=0.5)
+    with heard(level=logging.WARNING) as said:
+        queue = Uploads(there.url)
+        queue.add(Upload("step 10", lambda stopped, tell: copy_checkpoint(
+            there, folder, ALONE, lambda: None, stopped, tell) and None))  # fmt: skip
+        queue.close()
+    assert f"{there.url}: still copying step 10; sent 1.5 of 3.0 MB of the first, the last 0 s ago" in said
+    assert server.complete(tmp_path.name)
+
+
 def test_what_is_proof_and_what_may_pass(server: ObjectStore, there: Store) -> None:
     def of(act, *arguments: object) -> bool:
         with pytest.raises(StoreError) as raised:

@@ -113,28 +113,7 @@ class RunCopies:
         Raises:
             CheckpointError: On every rank.
         """
-
-        def wanted() -> fetching.Coming | None:
-            assert self._copies is not None
-            try:
-                self._copies.refresh()
-                self._is_known = True
-            except StoreError as error:
-                if finding.latest(self._root) is None:
-                    raise CheckpointError(
-                        f"{error}; so it is not known whether a checkpoint is there, and {self._root} has none; start "
-                        "again when it answers, or without checkpoint.copy_to"
-                    ) from None
-                _logger.warning("%s; the newest checkpoint is looked for only in %s", error, self._root)
-                return None
-            newest = fetching.newer(self._copies, self._root)
-            found = fetching.better(self._copies, self._root, best) if which == "best" else newest
-            if found is None:
-                return None
-            _logger.warning("%s: fetching the %s checkpoint, %s, to %s", self._store.url, which, found.name, self._root)
-            return fetching.begin(self._copies, found.name, self._root)
-
-        coming = on_first(group, wanted)
+        coming = on_first(group, lambda: self._begin_to_fetch(which, best))
         if coming is None:
             return
         try:
@@ -145,6 +124,27 @@ class RunCopies:
             if self._copies is not None:
                 fetching.give_up(coming)
             raise
+
+    def _begin_to_fetch(self, which: str, best: str) -> fetching.Coming | None:
+        """Rank 0: choose a checkpoint, and make its directory."""
+        assert self._copies is not None
+        try:
+            self._copies.refresh()
+            self._is_known = True
+        except StoreError as error:
+            if finding.latest(self._root) is None:
+                raise CheckpointError(
+                    f"{error}; so it is not known whether a checkpoint is there, and {self._root} has none; start "
+                    "again when it answers, or without checkpoint.copy_to"
+                ) from None
+            _logger.warning("%s; the newest checkpoint is looked for only in %s", error, self._root)
+            return None
+        newest = fetching.newer(self._copies, self._root)
+        found = fetching.better(self._copies, self._root, best) if which == "best" else newest
+        if found is None:
+            return None
+        _logger.warning("%s: fetching the %s checkpoint, %s, to %s", self._store.url, which, found.name, self._root)
+        return fetching.begin(self._copies, found.name, self._root)
 
     def saved(self, folder: Path) -> None:
         """Copy a complete checkpoint soon."""

@@ -97,7 +97,7 @@ class Uploads:
     def _progress(self) -> str:
         """What is sent of the first folder, and since when no more: a request may hang until its client gives up."""
         (sent, total), silent = self._sent, time.monotonic() - self._sent_at
-        said = f"; sent {sent / 1e9:.2f} of {total / 1e9:.2f} GB of the first, the last {silent:.0f} s ago"
+        said = f"; sent {sent / 1e6:,.1f} of {total / 1e6:,.1f} MB of the first, the last {silent:.0f} s ago"
         return said * bool(total)
 
     def _tell(self, sent: int, total: int) -> None:
