@@ -281,7 +281,8 @@ def _went_on(events: list[dict[str, Any]], when: float) -> float | None:
 
 def _lost(events: list[dict[str, Any]]) -> list[str]:
     """Lives that resumed from an older checkpoint than the one before: a save is complete at the latest when the next
-    but one begins."""
+    one begins, or in the background, for which the next one waits after it has begun, when the next but one does.
+    """
     found, complete = [], 0
     saves: list[int] = []
     for event in events:
@@ -291,7 +292,7 @@ def _lost(events: list[dict[str, Any]]) -> list[str]:
             saves = []
         elif event["event"] == "saving":
             saves.append(event["step"])
-            complete = max([complete, *saves[:-1]])
+            complete = max([complete, *saves[: -2 if event["in_background"] else -1]])
     return found
 
 

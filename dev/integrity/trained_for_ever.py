@@ -17,10 +17,10 @@ def train(log: Path) -> None:
     """Train for ever."""
     rank = unishard.Topology.from_environment().rank
 
-    def note(event: str, step: int) -> None:
+    def note(event: str, step: int, **more: bool) -> None:
         if rank == 0:
             with log.open("a") as file:
-                facts = {"event": event, "pid": os.getpid(), "step": step, "time": time.time()}
+                facts = {"event": event, "pid": os.getpid(), "step": step, "time": time.time(), **more}
                 file.write(json.dumps(facts) + "\n")
 
     note("prepare", 0)
@@ -30,7 +30,7 @@ def train(log: Path) -> None:
     with unishard.prepare(model, cfg) as engine:
         step = engine.resumed.step if engine.resumed else 0
         note("resumed", step)
-        engine.framework.on_save(lambda: note("saving", step))
+        engine.framework.on_save(lambda: note("saving", step, in_background=cfg.checkpoint.async_save))
         while True:
             engine.backward(engine(torch.randn(2, 64)).square().mean())
             step += 1
