@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -120,7 +121,12 @@ def test_a_load_takes_a_url_and_each_node_fetches_it_once(backend, root, monkeyp
     with prepare(other) as engine:
         assert engine.load(resumed.path).step == 2
         assert "no complete checkpoint" in refused(engine.load, "s3://bucket/nothing")
-    assert not list(temporary.iterdir())
+        with monkeypatch.context() as full:
+            full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+            told = refused(engine.load, URL)
+        assert f"GiB, and 0.00 GiB are free in {temporary}; set TMPDIR" in told
+        dist.barrier()
+        assert not list(temporary.iterdir())
 
 
 @in_ranks

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch.distributed as dist
 
+from unishard.checkpoint import manifest as manifests
 from unishard.checkpoint.remote import fetching
 from unishard.checkpoint.remote.copies import Copies, copies_at
 from unishard.checkpoint.remote.copying import node_of
 from unishard.checkpoint.remote.store import Store
 from unishard.distributed.on_ranks import on_all, on_first, ranks_of
+from unishard.errors import CheckpointError
 
 _logger = logging.getLogger("unishard")
 
@@ -59,6 +62,13 @@ class Download:
         """The first rank of the node: make the directory."""
         root = Path(self._opened.enter_context(TemporaryDirectory(prefix="unishard-fetched-")))
         copies = self._opened.enter_context(copies_at(self.url))
+        needed = sum(file.bytes for file in manifests.read(copies.manifests / name).files.values())
+        free = shutil.disk_usage(root).free
+        if needed > free:
+            raise CheckpointError(
+                f"{self.url}: is {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free in {root.parent}; set "
+                "TMPDIR to a directory on each node with more room"
+            )
         return copies, fetching.begin(copies, name, root)
 
 
