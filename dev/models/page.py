@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,15 +14,15 @@ from dev.models.chunked import EQUAL as SAME_IN_CHUNKS
 from dev.models.chunked import HEADLESS
 from dev.models.chunked import REFUSED as REFUSED_IN_CHUNKS
 from dev.models.exporting import EQUAL
-from dev.models.figures import BOUNDS, Record, beyond, shown
+from dev.models.figures import BOUNDS, shown
 from dev.models.joint import EQUAL as SAME
 from dev.models.joint import RANDOM, REFUSED
-from dev.models.rows import ModelRow, column_of
+from dev.models.rows import ModelRow
 from dev.models.runs import MORE, UPDATES
 from dev.pages.markdown import table
 from unishard.testing.cells import BACKENDS
 
-__all__ = ["environment", "page", "shown_on", "summary"]
+__all__ = ["environment", "environment_of", "page", "summary"]
 
 _WORST = 10
 _TOP = """\
@@ -87,30 +88,23 @@ def environment() -> str:
     return f"Python {sys.version_info.major}.{sys.version_info.minor}, {packages}, 2 ranks, CPU, gloo"
 
 
-def summary(records: Sequence[Record]) -> str:
-    """How many runs there are, and how many are within the bounds."""
-    records = [record for record in records if not column_of(record)]
-    played = {record["case"] for record in records}
-    trained = [record for record in records if "losses" in record]
-    exported = [record for record in trained if record.get("export")]
-    refused = {record["case"] for record in records if "error" in record}
+def environment_of(path: Path) -> str:
+    """The environment that a page has."""
+    (said,) = re.findall(r"Written by `make models`: (.*)\.$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return str(said)
+
+
+def summary(rows: Sequence[ModelRow]) -> str:
+    """How many models there are, and what came of them."""
+    exported = [row for row in rows if row.export]
     return (
-        f"{len(played)} of {len(CASES)} models, {len(trained)} runs: "
-        f"{sum(beyond(record) is None for record in trained)} within the bounds. "
-        f"{sum(record['export'] == EQUAL for record in exported)} of {len(exported)} exports are equal. "
-        f"{len(refused)} models have runs that end with an error."
+        f"{len(rows)} of {len(CASES)} models: {sum(_share(row) <= 1 for row in rows)} within the bounds. "
+        f"{sum(row.export == EQUAL for row in exported)} of {len(exported)} exports are equal. "
+        f"{sum(bool(row.errors or row.failures) for row in rows)} models have runs that end with an error."
     )
 
 
-def shown_on(path: Path) -> tuple[str, str]:
-    """The environment and the summary that a page has."""
-    text = path.read_text(encoding="utf-8")
-    (environment,) = re.findall(r"Written by `make models`: (.*)\.$", text, re.MULTILINE)
-    (summary,) = re.findall(r"^\d+ of \d+ models, .*$", text, re.MULTILINE)
-    return environment, summary
-
-
-def page(rows: Sequence[ModelRow], environment: str, summary: str) -> str:
+def page(rows: Sequence[ModelRow], environment: str) -> str:
     """The page, as Markdown."""
     top = _TOP.format(
         backends=" and ".join(BACKENDS),
@@ -123,7 +117,7 @@ def page(rows: Sequence[ModelRow], environment: str, summary: str) -> str:
     header = ("Model", "fp32", "bf16", "Times the bound", "Cause")
     blocks = [
         top,
-        summary,
+        summary(rows),
         _FARTHEST.format(worst=_WORST, beyond=sum(_share(row) > 1 for row in worst)),
         table(header, map(_farthest, worst[:_WORST])),
         "## Models with runs that end with an error",
@@ -138,14 +132,15 @@ def page(rows: Sequence[ModelRow], environment: str, summary: str) -> str:
 
 
 def _share(row: ModelRow) -> float:
-    """How much of its bounds a model uses up, at most."""
+    """How much of its bounds a model uses up, at most; infinity without figures."""
     parts = zip((row.fp32, row.bf16), BOUNDS.values(), strict=True)
-    return max(
+    shares = (
         figure / bound
         for figures, bounds in parts
         if figures
         for figure, bound in zip(figures, bounds.values(), strict=True)
     )
+    return max(shares, default=math.inf)
 
 
 def _farthest(row: ModelRow) -> tuple[str, ...]:

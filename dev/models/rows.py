@@ -125,12 +125,17 @@ def _where(some: Sequence[Run], runs: Sequence[Run]) -> str:
 
 
 def write(path: Path, rows: Iterable[ModelRow]) -> None:
-    """Write the file."""
+    """Write rows into the file, in the order of the cases; those of other models stay."""
+    lines: dict[str, Sequence[str]] = {}
+    if path.exists():
+        with path.open(encoding="utf-8", newline="") as file:
+            lines = {line[1]: line for line in csv.reader(file)}
+    for kind, name, fp32, bf16, *texts in rows:
+        lines[name] = (kind, name, *_cells(fp32, "fp32"), *_cells(bf16, "bf16"), *texts)
     with path.open("w", encoding="utf-8", newline="") as file:
-        lines = csv.writer(file, lineterminator="\n")
-        lines.writerow(_HEADER)
-        for kind, name, fp32, bf16, *texts in rows:
-            lines.writerow((kind, name, *_cells(fp32, "fp32"), *_cells(bf16, "bf16"), *texts))
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(_HEADER)
+        table.writerows(lines[case.name] for each in KINDS for case in each.cases if case.name in lines)
 
 
 def write_column(path: Path, column: str, records: Iterable[Record]) -> None:

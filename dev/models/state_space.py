@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dev.models.case import Kind, hugging_face
+from dev.models.case import REORDERED, Kind, hugging_face
 from dev.models.data import SIZES, VOCABULARY, tokens
 from dev.models.text import DECODER
 
@@ -176,6 +176,23 @@ _add(
     sliding_window_size=4,
     d_rel=4,
     rel_extent=16,
+)
+_add(
+    "inkling2",
+    "Inkling2",
+    DECODER | _EXPERTS,
+    config="{}TextConfig",
+    known=REORDERED,
+    n_routed_experts=4,
+    layer_types=["hybrid", "hybrid_sliding"],
+    swa_num_attention_heads=2,
+    swa_num_key_value_heads=1,
+    swa_head_dim=8,
+    sliding_window_size=4,
+    d_rel=4,
+    rel_extent=16,
+    n_layers_per_attn_res_block=1,
+    unpadded_vocab_size=VOCABULARY,
 )
 _add(
     "qwen4_exp",

@@ -18,7 +18,7 @@ from typing import Any
 from dev.models import CASES
 from dev.models.chunked import play_chunked
 from dev.models.joint import play_joint, runs_with_experts, runs_with_sequence, runs_with_tensor
-from dev.models.page import environment, page, shown_on, summary
+from dev.models.page import environment, environment_of, page
 from dev.models.playing import play
 from dev.models.rows import COLUMNS, column_of, read, rows_of, write, write_column
 from dev.models.runs import WORLD, runs_of
@@ -124,7 +124,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="where models-tested.csv and models-tested.md are written")
     parser.add_argument(
-        "--only", default="", metavar="NAMES", help="play cases whose names contain one of these; writes no table"
+        "--only", default="", metavar="NAMES", help="play cases whose names contain one of these; other rows stay"
     )
     parser.add_argument(
         "--records", type=Path, default=Path("models-out/records.jsonl"), help="the file of what came of each run"
@@ -150,14 +150,13 @@ def main() -> int:
         with asked.records.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in found)
         sys.stderr.write(f"{time.monotonic() - begin:6.0f} s {number:4} {_line(found)}\n")
-    if not asked.only:
-        table, text = asked.folder / "models-tested.csv", asked.folder / "models-tested.md"
-        said = shown_on(text) if asked.column else (environment(), summary(records))
-        if asked.column:
-            write_column(table, asked.column, records)
-        else:
-            write(table, rows_of(records))
-        text.write_text(page(read(table), *said), encoding="utf-8")
+    table, text = asked.folder / "models-tested.csv", asked.folder / "models-tested.md"
+    said = environment_of(text) if (asked.only or asked.column) and text.exists() else environment()
+    if asked.column:
+        write_column(table, asked.column, records)
+    else:
+        write(table, rows_of(records))
+    text.write_text(page(read(table), said), encoding="utf-8")
     return 0
 
 

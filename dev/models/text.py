@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from dev.models.case import Kind, hugging_face, seeded
+from dev.models.case import SENSITIVE, Kind, hugging_face, seeded
 from dev.models.data import SIZES, VOCABULARY, tokens
 
-__all__ = ["DECODER", "GPT2", "KIND"]
+__all__ = ["DECODER", "GPT2", "KIND", "LATENT"]
 
 KIND = Kind("Language models")
 DECODER: dict[str, Any] = SIZES | {
@@ -19,7 +19,19 @@ DECODER: dict[str, Any] = SIZES | {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+"""DeepSeek's attention."""
 GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
+
+
+_ATTENTIONS = ["sliding_attention", "full_attention"]
 
 
 def _add(
@@ -29,11 +41,11 @@ def _add(
     config: str = "{}Config",
     sizes: dict[str, Any] = DECODER,
     low_buffers: bool = False,
+    known: str = "",
     **fields: Any,
 ) -> None:
-    KIND.add(
-        name, hugging_face(model.format(stem), config.format(stem), **sizes | fields), tokens, low_buffers=low_buffers
-    )
+    build = hugging_face(model.format(stem), config.format(stem), **sizes | fields)
+    KIND.add(name, build, tokens, low_buffers=low_buffers, known=known)
 
 
 def _own_code() -> nn.Module:
@@ -78,6 +90,52 @@ _add("nanochat", "NanoChat")
 _add("doge", "Doge")
 _add("diffllama", "DiffLlama", sizes=SIZES)
 _add("bitnet", "BitNet")
+_add("cwm", "Cwm", sliding_window=4)
+_add("ministral", "Ministral", sliding_window=4)
+_add("hyperclovax", "HyperCLOVAX")
+_add("jais2", "Jais2")
+_add("granite_swa", "GraniteSWA", sliding_window=4)
+_add("hrm_text", "HrmText", num_hidden_layers=1, H_cycles=1, L_cycles=2)
+_add(
+    "cohere_compass",
+    "CohereCompass",
+    config="{}TextConfig",
+    sliding_window=4,
+    layer_types=_ATTENTIONS,
+    rope_parameters={kind: {"rope_type": "default", "rope_theta": 1e4} for kind in _ATTENTIONS},
+)
+_add("minicpm3", "MiniCPM3", sizes=DECODER | LATENT, dim_model_base=8)
+_add("youtu", "Youtu", sizes=SIZES | LATENT, pad_token_id=0)
+_add(
+    "gemma3n",
+    "Gemma3n",
+    config="{}TextConfig",
+    sliding_window=4,
+    hidden_size_per_layer_input=4,
+    vocab_size_per_layer_input=VOCABULARY,
+    laurel_rank=4,
+    altup_num_inputs=2,
+    num_kv_shared_layers=0,
+    activation_sparsity_pattern=[0.5, 0.0],
+)
+_add(
+    "gemma4",
+    "Gemma4",
+    config="{}TextConfig",
+    known=SENSITIVE,
+    sliding_window=4,
+    global_head_dim=8,
+    hidden_size_per_layer_input=4,
+    vocab_size_per_layer_input=VOCABULARY,
+)
+_add(
+    "gemma4_unified",
+    "Gemma4Unified",
+    config="{}TextConfig",
+    known=SENSITIVE,
+    sliding_window=4,
+    global_head_dim=8,
+)
 _add("gpt2", "GPT2", "{}LMHeadModel", sizes=GPT2)
 _add("gpt1", "OpenAIGPT", "{}LMHeadModel", sizes=GPT2, low_buffers=True)
 _add("gptj", "GPTJ", sizes=GPT2, rotary_dim=4)

@@ -3,7 +3,6 @@ and docs/models-tested.md."""
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +15,7 @@ from dev.models.exporting import EQUAL
 from dev.models.figures import BOUNDS, beyond
 from dev.models.joint import DIFFERENT, FAILED, METHODS, RANDOM, outcome, play_joint, runs_with_sequence
 from dev.models.joint import EQUAL as SAME
-from dev.models.page import page, summary
+from dev.models.page import environment_of, page, summary
 from dev.models.rows import read, rows_of, write
 from dev.models.runs import Run, runs_of
 from dev.models.sweep import attempt
@@ -123,11 +122,8 @@ def test_most_models_have_a_row_and_none_is_beyond_its_bounds_without_a_cause():
 
 def test_the_page_says_what_the_data_says():
     text = (DOCS / "models-tested.md").read_text(encoding="utf-8")
-    (environment,) = re.findall(r"Written by `make models`: (.*)\.$", text, re.MULTILINE)
-    (summary,) = re.findall(r"^\d+ of \d+ models, .*$", text, re.MULTILINE)
-    assert text == page(ROWS, environment, summary), "run make models"
-    assert summary.startswith(f"{len(ROWS)} of ")
-    assert f" {sum(bool(row.errors or row.failures) for row in ROWS)} models have runs that end" in summary
+    assert text == page(ROWS, environment_of(DOCS / "models-tested.md")), "run make models"
+    assert f"{len(ROWS)} of {len(CASES)} models: " in text
     assert f"[{len(ROWS)} models](docs/models-tested.md)" in " ".join((DOCS.parent / "README.md").read_text().split())
 
 
@@ -143,9 +139,13 @@ def test_a_row_says_what_came_of_the_runs_of_a_model(tmp_path):
     assert row[:5] == (next(iter(KINDS)).title, name, (2e-8, 3e-7, 4e-9), (), EQUAL)
     assert row.errors.endswith(": ModelError: no, not so")
     assert row.failures.endswith(": hangs")
-    write(tmp_path / "rows.csv", [row])
-    assert read(tmp_path / "rows.csv") == [row]
-    assert summary(records) == (
-        f"1 of {len(CASES)} models, 1 runs: 1 within the bounds. 1 of 1 exports are equal. "
-        "1 models have runs that end with an error."
+    path, (_, second, *_) = tmp_path / "rows.csv", [case.name for case in next(iter(KINDS)).cases]
+    write(path, [row._replace(name=second)])
+    write(path, [row])
+    assert read(path) == [row, row._replace(name=second)]  # in the order of the cases
+    write(path, [row._replace(cause="known")])
+    assert read(path) == [row._replace(cause="known"), row._replace(name=second)]
+    assert summary(read(path)) == (
+        f"2 of {len(CASES)} models: 2 within the bounds. 2 of 2 exports are equal. "
+        "2 models have runs that end with an error."
     )

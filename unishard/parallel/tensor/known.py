@@ -8,6 +8,10 @@ _PARTS = "replicated_with_grad_allreduce"
 
 ADDED: Mapping[str, Mapping[str, str]] = {
     "apertus": {"layers.*.mlp.act_fn": _PARTS},  # has parameters
+    "esmc": {  # norms over the features of all heads
+        **dict.fromkeys((f"layers.*.self_attn.{each}_proj" for each in "qkv"), "colwise_gather_output"),
+        "layers.*.self_attn.o_proj": "rowwise_split_input",
+    },
     "inkling_text": {
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
         "layers.*.mlp.shared_experts": "moe_tp_experts",  # their inputs too
@@ -29,5 +33,6 @@ ADDED: Mapping[str, Mapping[str, str]] = {
 """What belongs to them, in place of what they say."""
 REFUSED: Mapping[str, str] = {
     "doge": "its dynamic mask mixes the value heads of all ranks",
+    "neomme": "its value embeddings, and the scales of its heads, are those of all heads",
 }
 """Why they cannot be used."""
