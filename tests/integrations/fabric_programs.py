@@ -84,6 +84,29 @@ def train(backend, sharding, folder=None, load=None, epochs=2):
     }
 
 
+def layers_together(backend):
+    """A scheduler of torch with a rate for each group, over layers that ranks have together; plain without a backend."""
+    from tensor_models import build
+
+    fabric, model = begun(backend, parallel={"tensor": 2}) if backend else None, build("biased")
+    wide = [each for each in model.parameters() if each.dim() > 1]
+    others = [each for each in model.parameters() if each.dim() < 2]
+    optimizer = torch.optim.SGD([{"params": wide, "lr": 0.1}, {"params": others, "lr": 0.05}])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.5**step, lambda step: 0.9**step])
+    if fabric is not None:
+        model, optimizer = fabric.setup(model, optimizer)
+    found = []
+    for number in range(4):
+        ids = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(number))
+        loss = model(input_ids=ids, labels=ids).loss
+        fabric.backward(loss) if fabric is not None else loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        found.append((loss.item(), *sorted({group["lr"] for group in optimizer.param_groups})))
+    return found
+
+
 def two_models(backend, names):
     """A generator and its judge, each with its optimizer; the judge's step has two backwards."""
     fabric = begun(backend)

@@ -54,6 +54,13 @@ def test_a_checkpoint_loads_on_the_other_engine(first, second, tmp_path):
     compare(rest | joined, plain())
 
 
+@pytest.mark.parametrize("backend", BACKENDS if DEEP else BACKENDS[:1])
+def test_a_scheduler_of_groups_steps_layers_that_ranks_have_together(backend):
+    found, expected = run_ranks(2, programs.layers_together, backend)[0], programs.layers_together(None)
+    for update, plainly in zip(found, expected, strict=True):
+        assert update == pytest.approx(plainly, rel=1e-6)
+
+
 @pytest.mark.parametrize("names", [True, False], ids=["named", "found"])
 def test_each_of_two_models_has_its_engine(names):
     expected = run_ranks(2, programs.two_models, "plain", names)[0]

@@ -19,6 +19,9 @@ SIZES = {
     "num_local_experts": 4,
 }
 
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+"""Of transformers, by which a name here has its experts computed; by default the last."""
+
 
 class Experts(nn.Module):
     """Of a model that transformers does not know."""
@@ -67,4 +70,7 @@ def build(name: str) -> nn.Module:
         if name == "dense":
             sizes = {key: value for key, value in SIZES.items() if key != "num_local_experts"}
             return LlamaForCausalLM(LlamaConfig(**sizes))
-        return MixtralForCausalLM(MixtralConfig(**SIZES, output_router_logits=name == "balanced"))
+        model = MixtralForCausalLM(MixtralConfig(**SIZES, output_router_logits=name == "balanced"))
+        if name in IMPLEMENTATIONS:
+            model.set_experts_implementation(name)
+        return model

@@ -59,6 +59,11 @@ def test_beside_other_fields(backend, strategy, field):
     compared(configured(backend, strategy).override(field), build, "mixtral")
 
 
+@in_ranks(cells=(("fsdp", "eager", "fp32"), ("deepspeed", "batched_mm", "bf16"), ("fsdp", "grouped_mm", "bf16")))
+def test_every_way_to_compute_experts(backend, name, precision):
+    compared(configured(backend, precision=precision), build, name)
+
+
 @in_ranks(cells=(("fsdp", "full_shard"), ("deepspeed", "shard_grad_op"), ("deepspeed", "full_shard")))
 def test_muon_updates_whole_matrices(backend, strategy):
     compared(configured(backend, strategy, optimizer=MUON), build, "mixtral")
