@@ -44,22 +44,21 @@ class BlockProof:
 
     def __init__(self, model: nn.Module, blocks: Sequence[CutBlock], groups: Groups) -> None:
         """Watch the blocks, before they are cut."""
-        self._blocks, self._groups = [*blocks], groups
-        self._handle = model.register_forward_hook(self._after_forward)
-        self._eager = ExitStack()
-        self._first = model.register_forward_pre_hook(self._before_first)
-        self._last = model.register_forward_hook(self._after_first, always_call=True)
+        self._blocks, self._groups, self._eager = [*blocks], groups, ExitStack()
+        self._before = model.register_forward_pre_hook(self._before_first)
+        self._after = model.register_forward_hook(self._after_forward)
+        self._ended = model.register_forward_hook(self._after_first, always_call=True)
 
     def close(self) -> None:
         """Watch no more."""
-        for handle in (self._first, self._last, self._handle):
-            handle.remove()
+        for hook in (self._before, self._ended, self._after):
+            hook.remove()
         while self._blocks:
             self._blocks.pop().close()
 
     def _before_first(self, module: nn.Module, args: object) -> None:
         """In the first forward compiled blocks run as they are written, so that their calls are seen."""
-        self._first.remove()
+        self._before.remove()
         if not torch.compiler.is_compiling():
             self._eager.enter_context(torch.compiler.set_stance("force_eager"))
 
@@ -67,7 +66,7 @@ class BlockProof:
         self._eager.close()
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
-        self._last.remove()  # not in itself: torch goes over such hooks where a forward failed
+        self._ended.remove()  # not in itself: torch goes over such hooks where a forward failed
         if not torch.is_grad_enabled():  # no update will come
             self._prove([block for block in self._blocks if not block.proved], gradients=False)
 
@@ -80,7 +79,7 @@ class BlockProof:
         self._prove(self._blocks, gradients=True)
         self._blocks = [block for block in self._blocks if not block.was_called]
         if not self._blocks:
-            self._handle.remove()
+            self._after.remove()
 
     def _prove(self, blocks: Sequence[CutBlock], *, gradients: bool) -> None:
         for block in blocks:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from unishard.distributed.slices import full_shape
 from unishard.errors import ModelError
-from unishard.parallel.tensor.cutter import Change, Cutter, require_plain
+from unishard.parallel.tensor.cutter import Cutter, require_plain
 
 
 def base_of(name: str, module: Any) -> nn.Linear:
@@ -47,16 +48,19 @@ def sizes(name: str, module: Any) -> tuple[int, int]:
 def cut_outputs(cutter: Cutter, name: str, module: Any, rows: slice | None, packed: int = 1) -> None:
     """Cut output features, or use some `rows` of a whole weight."""
     linear = base_of(name, module)
-    one: Change = lambda parameter: cutter.part_of_gradient(parameter)[rows]  # noqa: E731
     for each in (linear, *_second(module)):
         for own in _parameters(each):
             if rows is None:
                 cutter.cut(each, own, 0, packed)
             else:
-                cutter.see(each, {own: one})
+                cutter.see(each, {own: partial(_some_rows, cutter, rows)})
     for down in _first(module):  # whole: its gradient comes from this rank's rows of the second matrix
         cutter.count_parts(down)
     cutter.inputs(module, cutter.peers.copy)
+
+
+def _some_rows(cutter: Cutter, rows: slice, parameter: Tensor) -> Tensor:
+    return cutter.part_of_gradient(parameter)[rows]
 
 
 def cut_inputs(cutter: Cutter, name: str, module: Any) -> None:
