@@ -117,6 +117,24 @@ def test_a_checkpoint_resumes_with_any_size_on_any_engine(backend, strategy, roo
                 assert curve.norms == pytest.approx(going_on.norms, rel=1e-6)
 
 
+@in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
+def test_momentum_of_muon_moves_to_the_other_engine_and_out_of_slices(backend, root):
+    other = BACKENDS[backend == BACKENDS[0]]
+    with unishard.prepare(build("phi3"), configured(backend, optimizer=MUON)) as engine:
+        trained(engine, 1, updates=1)
+        saved = engine.save(root)
+        going_on = trained(engine, 1, first=1, updates=1)
+        weights = engine.weights.state_dict(all_ranks=True)
+    for size in (2, 1):
+        with unishard.prepare(build("phi3"), configured(other, size=size, optimizer=MUON), reseed=False) as engine:
+            engine.load(saved, verify="bits")
+            curve = trained(engine, 1, first=1, updates=1)
+            own = engine.weights.state_dict(all_ranks=True)
+        assert curve.losses == pytest.approx(going_on.losses, rel=1e-6)
+        for name, value in weights.items():
+            torch.testing.assert_close(own[name], value, rtol=0, atol=1e-6, msg=name)
+
+
 @in_ranks(cells=FEWER)
 def test_whole_weights_and_gradients(backend, strategy, root):
     """Whoever reads or writes a weight sees all of it."""
