@@ -244,6 +244,23 @@ def test_a_conversion_that_changes_values_is_refused(tmp_path: Path) -> None:
         export(tmp_path / "out", model, stretches_of(model))
 
 
+def test_a_conversion_asks_for_whole_shapes_where_a_rank_has_parts(tmp_path: Path) -> None:
+    """As that of Qwen3-VL-MoE, which transposes experts of other shapes than the model's."""
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    model = tiny("Mixtral")
+    names = "mlp.experts.down_proj"
+    model._weight_conversions = [WeightConverter(names, names, operations=[Transpose(1, 2, check_dims=True)])]
+    model.save_pretrained(tmp_path / "theirs")
+    held = stretches_of(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.new_empty(0)
+    export(tmp_path / "out", model, held)
+    expected, found = tensors_in(tmp_path / "theirs"), tensors_in(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_a_tensor_that_the_caller_leaves_out_is_named(tmp_path: Path) -> None:
     for model, name in ((tiny("Llama"), "lm_head.weight"), (nn.Linear(2, 2), "bias")):
         held = {key: stretch for key, stretch in stretches_of(model).items() if key != name}

@@ -8,7 +8,8 @@ import copy
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,7 +116,7 @@ def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> SavedNames:
     empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     name_of = {_storage(tensor): name for name, tensor in empty.items()}
     try:
-        with _KeepViews() as mode:
+        with _whole(model, empty), _KeepViews() as mode:
             reverted: dict[str, Tensor] = revert_weight_conversion(model, dict(empty))
     except Exception as error:  # any error: a model that can be trained must still be saved
         return _refused(type(model).__name__, f" ({error}); {_INSTEAD}")
@@ -137,6 +138,17 @@ def _converted(model: Any, shapes: Mapping[str, torch.Size]) -> SavedNames:
         elif tensor.shape != shapes[names[0]]:
             converted.pieces[exported] = TensorSlice(start=int(tensor.storage_offset()), shape=list(tensor.shape))
     return converted
+
+
+@contextmanager
+def _whole(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """A block in which a model says that its parameters are these: conversions ask for shapes, and engines shard."""
+    find = model.get_parameter
+    vars(model)["get_parameter"] = lambda name: tensors[name] if name in tensors else find(name)
+    try:
+        yield
+    finally:
+        del vars(model)["get_parameter"]
 
 
 def _storage(tensor: Tensor) -> int:
