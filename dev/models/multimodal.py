@@ -174,8 +174,14 @@ def _grid_loss(model: Any, batch: Batch) -> Tensor:
     return loss
 
 
-_MARKS = {"image_token_id": 57, "video_token_id": 58, "vision_start_token_id": 55, "vision_end_token_id": 56}
+_MARKS: dict[str, Any] = {
+    "image_token_id": 57,
+    "video_token_id": 58,
+    "vision_start_token_id": 55,
+    "vision_end_token_id": 56,
+}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+_WHOLE_ROPE = _ROPE["rope_parameters"] | {"partial_rotary_factor": 1.0}
 _PATCHES = {
     "depth": 2,
     "hidden_size": 16,
@@ -228,6 +234,50 @@ KIND.add(
     _grid,
     loss=_grid_loss,
 )
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+KIND.add(
+    "qwen3_vl_moe",
+    hugging_face(
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeConfig",
+        text_config=DECODER | _ROPE | _EXPERTS,
+        vision_config=_PATCHES
+        | {
+            "out_hidden_size": 16,
+            "intermediate_size": 24,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 16,
+        },
+        **_MARKS,
+    ),
+    _grid,
+    loss=_grid_loss,
+)
+for _name, _stem in (("glm4v", "Glm4v"), ("glm4v_moe", "Glm4vMoe")):
+    KIND.add(
+        _name,
+        hugging_face(
+            f"{_stem}ForConditionalGeneration",
+            f"{_stem}Config",
+            text_config=DECODER | _EXPERTS | {"rope_parameters": _WHOLE_ROPE},
+            vision_config=_PATCHES | {"out_hidden_size": 16, "intermediate_size": 24, "image_size": 16},
+            image_token_id=57,
+            video_token_id=58,
+            image_start_token_id=55,
+            image_end_token_id=56,
+        ),
+        _grid,
+        loss=_grid_loss,
+    )
 KIND.add(
     "vilt",
     hugging_face(

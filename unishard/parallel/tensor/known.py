@@ -17,6 +17,7 @@ ADDED: Mapping[str, Mapping[str, str]] = {
         "layers.*.mlp.shared_experts": "moe_tp_experts",  # their inputs too
     },
     "inkling2_text": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
+    "qwen3_vl_moe_text": dict.fromkeys(("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), _PARTS),
     "gpt_oss": {  # has no plan; gate and up alternate along the last dimension
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
