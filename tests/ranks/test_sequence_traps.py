@@ -168,6 +168,18 @@ def test_dropout_and_weights_of_eager_attention(backend):
 
 
 @in_ranks(cells=EACH, in_turn=True)
+def test_a_layer_that_chooses_positions_by_its_mask_is_refused(backend):
+    """As DeepSeek's sparse attention."""
+    model: Any = build("llama")
+    model.model.layers[0].register_forward_pre_hook(
+        lambda layer, args, kwargs: kwargs["attention_mask"][:, 0] and None, with_kwargs=True
+    )
+    with unishard.prepare(model, configured(backend)) as engine:
+        (part,) = engine.batches([batch_of(Packed(), 0)])
+        assert "computes with parts of its mask, as attention does whose indexer chooses" in refused(engine, **part)
+
+
+@in_ranks(cells=EACH, in_turn=True)
 def test_a_mean_over_a_part_is_refused_where_all_tokens_have_the_same_loss(backend):
     """At the start of a training the mean over each part is nearly that of the whole."""
     torch.manual_seed(0)

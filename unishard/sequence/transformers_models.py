@@ -34,6 +34,12 @@ class Mask:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the model computes with its mask ({name}), which is a rule under parallel.sequence")
 
+    def __getitem__(self, place: object) -> Any:
+        raise ModelError(
+            "the model computes with parts of its mask, as attention does whose indexer chooses positions, which "
+            "parallel.sequence does not support; remove parallel.sequence"
+        )
+
 
 def is_transformers(model: nn.Module) -> bool:
     """Whether a model is one of transformers', or a wrapper such as PEFT's around one."""
