@@ -1,4 +1,4 @@
-"""Functions with the arguments of kernels (fla 0.4, mamba_ssm 2.3, causal_conv1d 1.6), which compute by torch."""
+"""Functions with the arguments of kernels (fla 0.6, mamba_ssm 2.3, causal_conv1d 1.6), which compute by torch."""
 
 from __future__ import annotations
 
