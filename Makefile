@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test quick coverage lint type docs site wheel audit fuzz corpus crash kill integrity faults soak parity matrix mistakes models versions bench gpu gpu-wheels device-sim clean
+.PHONY: help setup demo test quick coverage lint type docs site wheel audit fuzz corpus crash kill integrity faults soak parity combinations matrix mistakes models versions bench gpu gpu-wheels device-sim clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ soak: $(READY) ## Train 2,000 updates on each engine with resumes at random; not
 
 parity: $(READY) ## Train every cell on both engines and write how far each is from plain torch (minutes); ONLY="plain items" for some features.
 	$(BIN)/python -m dev.parity docs $(if $(ONLY),--only $(ONLY))
+
+combinations: $(READY) ## Train random combinations of settings, each continued by another one, beside plain torch (10 s each); ARGS="--count 50 --seed 7 --ranks 4".
+	$(BIN)/python -m dev.combining $(ARGS)
 
 matrix: $(READY) ## Resume every kind of run by every other, move one from engine to engine, and write how far each is from one without a break (minutes).
 	$(BIN)/python -m dev.resuming docs/resuming.md
