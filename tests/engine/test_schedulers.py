@@ -200,3 +200,14 @@ def test_after_another_schedule_it_makes_as_many_updates_or_says_that_it_cannot(
     assert new.lr == expected.lr
     with pytest.raises(CheckpointError, match=r"StepLR is at update 3 and cannot go back to 2"):
         new.resume(ScheduleFacts(updates=2, peaks=[1.0]), None)
+
+
+def test_other_parts_are_another_schedule() -> None:
+    def chained(parts: int) -> Any:
+        return lambda stepped: SequentialLR(stepped, [stairs(stepped) for _ in range(parts)], [*range(5, 4 * parts, 4)])
+
+    _, saved = running(chained(3), 3)
+    _, expected = running(chained(2), 3)
+    _, resumed = running(chained(2), 0)
+    resumed.resume(ScheduleFacts(**saved.facts()), None)
+    assert resumed.lr == expected.lr

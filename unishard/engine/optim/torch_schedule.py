@@ -91,8 +91,11 @@ class TorchSchedule:
         self._state_of(facts)
 
     def _state_of(self, facts: ScheduleFacts) -> dict[str, Any] | None:
-        """The state of a scheduler of the same class; None after another schedule."""
-        if facts.torch is None or facts.torch.class_name != type(self._scheduler).__name__:
+        """The state of a scheduler of the same class, made of as many; None after another schedule."""
+        own, state = self._scheduler.state_dict(), None
+        if facts.torch is not None and facts.torch.class_name == type(self._scheduler).__name__:
+            state = unpack(facts.torch.state, _no_tensor)
+        if state is None or (isinstance(state, dict) and _count(state) != _count(own)):
             if self._updates > facts.updates:
                 raise CheckpointError(
                     f"{type(self._scheduler).__name__} is at update {self._updates} and cannot go back to "
@@ -100,12 +103,10 @@ class TorchSchedule:
                     "checkpoint has another schedule; prepare a new model and load before the first update"
                 )
             return None
-        state = unpack(facts.torch.state, _no_tensor)
-        if not isinstance(state, dict) or not all(
-            alike(state[key], now) for key, now in self._scheduler.state_dict().items() if key in state
-        ):
+        if not isinstance(state, dict) or not all(alike(state[key], now) for key, now in own.items() if key in state):
             raise CheckpointError(
-                f"schedule.torch.state in the manifest is not what {facts.torch.class_name}.state_dict() returned"
+                "schedule.torch.state in the manifest is not what "
+                f"{type(self._scheduler).__name__}.state_dict() returned"
             )
         return state
 
@@ -140,6 +141,12 @@ _LARGEST = 2**62
 """No count, and no rate, is as large."""
 _CYCLED = ("momentum", "betas")
 """Options that OneCycleLR and CyclicLR write in addition to the learning rate (torch 2.13, optim/lr_scheduler.py)."""
+
+
+def _count(state: Mapping[str, Any]) -> int:
+    """How many schedulers a state is of."""
+    inside = state.get("_schedulers")
+    return len(inside) if isinstance(inside, list | tuple) else 0
 
 
 def _by_groups(saved: Mapping[str, Any], now: Mapping[str, Any], groups: SavedGroups | None) -> dict[str, Any]:
