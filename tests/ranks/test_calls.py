@@ -35,7 +35,7 @@ def of(backend, strategy):
 
 
 PLAIN = {
-    ("fsdp", "no_shard"): 178,
+    ("fsdp", "no_shard"): 187,
     ("fsdp", "shard_grad_op"): 303,
     ("fsdp", "full_shard"): 298,
     ("deepspeed", "no_shard"): 211,

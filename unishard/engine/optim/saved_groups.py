@@ -22,6 +22,11 @@ class SavedGroups(NamedTuple):
     options: tuple[Mapping[str, Any], ...]
     """What the group had there."""
 
+    @property
+    def in_order(self) -> bool:
+        """Whether each group is at its place; a scheduler may also have empty ones, which no run has."""
+        return self.places == (*range(len(self.places)),)
+
     def of(self, values: Sequence[T]) -> list[T] | None:
         """What a value for each group of the checkpoint is for each group now; None where values are missing."""
         return [values[at] for at in self.places] if max(self.places, default=0) < len(values) else None

@@ -156,7 +156,8 @@ def _by_groups(saved: Mapping[str, Any], now: Mapping[str, Any], groups: SavedGr
     state = dict(saved)
     for key in BY_GROUP & now.keys() & saved.keys():
         if isinstance(saved[key], list):
-            state[key] = (groups and groups.of(saved[key])) or now[key]
+            moved = saved[key] if groups and groups.in_order else groups and groups.of(saved[key])
+            state[key] = moved if moved and len(moved) == len(now[key]) else now[key]
     if isinstance(saved.get("_schedulers"), list):
         inside = zip(saved["_schedulers"], now["_schedulers"], strict=True)
         state["_schedulers"] = [_by_groups(then, own, groups) for then, own in inside]
