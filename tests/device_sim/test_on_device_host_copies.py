@@ -31,7 +31,7 @@ class Held(NamedTuple):
         sum(parameter.square().sum() for parameter in self.parameters).backward()
 
     def end(self) -> None:
-        self.copies.gradients.end_window()
+        self.copies.gradients.forget()
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -92,8 +92,9 @@ def test_gradients_go_down_in_backward_and_once():
 @pytest.mark.parametrize("how", ["change", "hook", "hook on every optimizer", "not the last micro-batch"])
 def test_gradients_that_may_be_others_in_the_update_go_down_there(how):
     here, handle = held(), None
-    here.copies.gradients.last = how != "not the last micro-batch"
-    assert copied(here.backward) == (COUNT if here.copies.gradients.last else 0)
+    last = how != "not the last micro-batch"
+    here.copies.gradients.begin(last=last)
+    assert copied(here.backward) == (COUNT if last else 0)
     if how == "change":
         here.copies.gradients.change()
     elif how == "hook":
@@ -104,8 +105,8 @@ def test_gradients_that_may_be_others_in_the_update_go_down_there(how):
     here.end()
     if handle is not None:
         handle.remove()
-    here.copies.gradients.last = True
-    assert copied(here.backward) == (COUNT if how == "not the last micro-batch" else 0)
+    here.copies.gradients.begin(last=True)
+    assert copied(here.backward) == (0 if last else COUNT)
     here.end()
     assert copied(here.backward) == COUNT
 
