@@ -234,7 +234,7 @@ def _model(cell: Cell) -> torch.nn.Module:
         return wide()
     if cell.sequence in ("ulysses", "allgather"):
         return llama(num_attention_heads=4, num_key_value_heads=2)
-    if feature := FEATURES.get(cell.sequence or cell.feature):
+    if feature := FEATURES.get(cell.sequence or ("experts" if cell.feature == "experts" else "")):
         (model,) = feature.models.values()
         return model.build()
     return MODELS["mlp"].build()

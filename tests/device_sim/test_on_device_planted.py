@@ -54,7 +54,7 @@ def host_optimizer() -> None:
     for _ in range(2):
         sum(parameter.square().sum() for parameter in parameters).backward()
         copies.step()
-        copies.gradients.end_window()
+        copies.gradients.forget()
         for parameter in parameters:
             parameter.grad = None
 
