@@ -87,7 +87,7 @@ parity: $(READY) ## Train every cell on both engines and write how far each is f
 combinations: $(READY) ## Train random combinations of settings, each continued by another one, beside plain torch (10 s each); ARGS="--count 50 --seed 7 --ranks 4".
 	$(BIN)/python -m dev.combining $(ARGS)
 
-matrix: $(READY) ## Resume every kind of run by every other, move one from engine to engine, and write how far each is from one without a break (minutes).
+matrix: $(READY) ## Resume every kind of run by every other, move one from engine to engine, and write how far each is from one without a break (half an hour).
 	$(BIN)/python -m dev.resuming docs/resuming.md
 	$(BIN)/python -m dev.moving docs/moving.md
 
