@@ -58,7 +58,7 @@ def test_hybrid_groups(backend, strategy):
 @in_ranks(cells=tuple((backend,) for backend in BACKENDS))
 def test_replicated_parameters(backend):
     """The first forward changes their values for a while, and gives them back."""
-    compared(configured(backend).override("sharding.replicate=[norm]"), "llama", readers=1)
+    compared(configured(backend, "full_shard").override("sharding.replicate=[norm]"), "llama", readers=1)
 
 
 @in_ranks(cells=tuple((backend,) for backend in BACKENDS), in_turn=True)
